@@ -1,0 +1,85 @@
+"""crossfuse: choose how image tokens reach the text tokens of a Hugging Face vision-language model."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from crossfuse.analysis.threshold import Calibration, calibrate_threshold
+    from crossfuse.api import (
+        from_pretrained,
+        fuse,
+        fused,
+        fusion_of,
+        fusion_parameters,
+        load_embedded,
+        load_fusion,
+        new_cache,
+        save_fusion,
+        unfuse,
+    )
+    from crossfuse.compress import MeanPool
+    from crossfuse.fusion import FUSIONS, Fusion, make_fusion
+    from crossfuse.fusions.anchors import ImageAnchors, TextAnchors
+    from crossfuse.fusions.anchors.explain import Anchor, explain_anchors
+    from crossfuse.fusions.cross_attention import CrossAttention
+    from crossfuse.fusions.insertion import Insertion
+
+_EXPORTS = {
+    "crossfuse.analysis.threshold": ("Calibration", "calibrate_threshold"),
+    "crossfuse.api": (
+        "from_pretrained",
+        "fuse",
+        "fused",
+        "fusion_of",
+        "fusion_parameters",
+        "load_embedded",
+        "load_fusion",
+        "new_cache",
+        "save_fusion",
+        "unfuse",
+    ),
+    "crossfuse.compress": ("MeanPool",),
+    "crossfuse.fusion": ("FUSIONS", "Fusion", "make_fusion"),
+    "crossfuse.fusions.anchors": ("ImageAnchors", "TextAnchors"),
+    "crossfuse.fusions.anchors.explain": ("Anchor", "explain_anchors"),
+    "crossfuse.fusions.cross_attention": ("CrossAttention",),
+    "crossfuse.fusions.insertion": ("Insertion",),
+}
+_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
+
+__all__ = [
+    "FUSIONS",
+    "Anchor",
+    "Calibration",
+    "CrossAttention",
+    "Fusion",
+    "ImageAnchors",
+    "Insertion",
+    "MeanPool",
+    "TextAnchors",
+    "calibrate_threshold",
+    "explain_anchors",
+    "from_pretrained",
+    "fuse",
+    "fused",
+    "fusion_of",
+    "fusion_parameters",
+    "load_embedded",
+    "load_fusion",
+    "make_fusion",
+    "new_cache",
+    "save_fusion",
+    "unfuse",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'crossfuse' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

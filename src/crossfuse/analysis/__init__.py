@@ -1,0 +1,1 @@
+"""Measurements on a model and its data."""

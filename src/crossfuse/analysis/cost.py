@@ -1,0 +1,169 @@
+"""Parameters and floating-point operations of a model under each fusion, without running it.
+
+Operations are counted by PyTorch's own counter on tensors without storage (device "meta"), so that a model of
+any size is counted from its configuration alone; what cross-attention adds is worked out from its matrix
+products. One multiply-add is two operations; softmax, norms and activations are left out; attention counts
+the full square.
+
+Letters: N image tokens after compression, T text tokens, d model width, a = query heads x head size, b = key
+    heads x
+head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from crossfuse.backbones import backbone_for
+from crossfuse.fusion import Fusion
+from crossfuse.fusions.anchors import TextAnchors
+from crossfuse.fusions.cross_attention import CrossAttention
+
+ASSUMED_SHARE = 0.10
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptCost:
+    """Operations of one prompt (one image, then text) and of the first token generated after it."""
+
+    image_tokens: int
+    text_tokens: int
+    vision: int
+    prefill: int
+    decode: int
+
+
+def parameters_by_part(model: Any) -> dict[str, int]:
+    """Number of parameters of vision tower, projector, language model and head; a head tied to the embeddings
+    adds 0.
+
+    Works on models whose parameters have no storage.
+    """
+    body = backbone_for(model).body(model)
+    parts = {
+        "vision tower": body.vision_tower,
+        "projector": body.multi_modal_projector,
+        "language model": body.language_model,
+        "head": model.get_output_embeddings(),
+    }
+    seen: set[int] = set()
+    counts = {}
+    for name, module in parts.items():
+        fresh = {id(p): p.numel() for p in module.parameters() if id(p) not in seen}
+        seen |= set(fresh)
+        counts[name] = sum(fresh.values())
+    return counts
+
+
+def prompt_cost(model: Any, fusion: Fusion, *, text_tokens: int = 50) -> PromptCost:
+    """Operations for one image followed by `text_tokens` tokens of text, batch 1.
+
+    Args:
+        model: not fused, on the device "meta" (`ValueError` otherwise).
+        fusion: any registered one. `TextAnchors` is counted with its `share` of the text copied, 0.1 where it
+            has none.
+        text_tokens: T, at least 1.
+    """
+    if next(model.parameters()).device.type != "meta":
+        raise ValueError("operations are counted on a model without storage; build it under torch.device('meta')")
+    backbone = backbone_for(model)
+    body = backbone.body(model)
+    decoder = backbone.decoder(body)
+    vision, images, width = _one_image(body)
+    if fusion.compress is not None:
+        rows, columns = fusion.compress.grid(_square(images))
+        images = rows * columns
+    head = 2 * width * model.get_output_embeddings().weight.shape[0]
+    if isinstance(fusion, CrossAttention):
+        extra_prefill, extra_decode = _cross_attention(decoder, fusion, images, text_tokens)
+        prefill = _decoder(decoder, text_tokens, width) + extra_prefill
+        decode = _decoder(decoder, 1, width, cached=text_tokens) + extra_decode
+    else:
+        length, matching = images + text_tokens, 0
+        if isinstance(fusion, TextAnchors) and not fusion.is_identity:
+            length += round((fusion.share or ASSUMED_SHARE) * text_tokens)
+            matching = 2 * images * text_tokens * width
+        prefill = _decoder(decoder, length, width) + matching
+        decode = _decoder(decoder, 1, width, cached=length)
+    return PromptCost(images, text_tokens, vision, prefill + head, decode + head)
+
+
+def count_operations(run: Callable[[], Any]) -> int:
+    """Operations that `run()` makes, by `torch.utils.flop_counter`; without gradients."""
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        run()
+    return int(counter.get_total_flops())
+
+
+def _one_image(body: Any) -> tuple[int, int, int]:
+    """(operations of tower and projector, image tokens, width) for one image of the tower's own size."""
+    config = body.config.vision_config
+    size = config.image_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    dtype = next(body.vision_tower.parameters()).dtype
+    pixels = torch.empty(1, config.num_channels, height, width, dtype=dtype, device="meta")
+    outputs = []
+    operations = count_operations(lambda: outputs.append(body.get_image_features(pixel_values=pixels)))
+    (features,) = outputs[0].pooler_output
+    return operations, *features.shape
+
+
+def _decoder(decoder: Any, tokens: int, width: int, *, cached: int = 0) -> int:
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=decoder.config)
+    dtype = next(decoder.parameters()).dtype
+    if cached:
+        for index, layer in enumerate(decoder.layers):
+            heads, size = _key_heads(layer.self_attn), layer.self_attn.head_dim
+            past = torch.empty(1, heads, cached, size, dtype=dtype, device="meta")
+            cache.update(past, past, index)
+    # A mask of four dimensions is taken as it is; a smaller one would be looked into, and there is nothing to
+    # see.
+    mask = torch.empty(1, 1, tokens, cached + tokens, dtype=torch.bool, device="meta")
+    embeds = torch.empty(1, tokens, width, dtype=dtype, device="meta")
+    positions = torch.empty(1, tokens, dtype=torch.long, device="meta")
+    return count_operations(
+        lambda: decoder(inputs_embeds=embeds, attention_mask=mask, position_ids=positions, cache=cache)
+    )
+
+
+def _cross_attention(decoder: Any, fusion: CrossAttention, images: int, texts: int) -> tuple[int, int]:
+    """Operations added to (prefill, decode), less those of a self-attention that is replaced."""
+    prefill = decode = 0
+    for index in fusion.layer_indices(len(decoder.layers)):
+        attention = decoder.layers[index].self_attn
+        keys = 2 * 2 * attention.k_proj.in_features * attention.k_proj.out_features
+        prefill += images * keys + texts * _per_token(attention, fusion, images, texts)
+        decode += _per_token(attention, fusion, images, texts + 1)
+    return prefill, decode
+
+
+def _per_token(attention: Any, fusion: CrossAttention, images: int, texts: int) -> int:
+    """Operations of one text token in one block; it sees `images` image tokens, and `texts` if joint."""
+    width, a, b = attention.q_proj.in_features, attention.q_proj.out_features, attention.k_proj.out_features
+    query, keys, output = 2 * width * a, 4 * width * b, 2 * a * width
+    added = output + 4 * a * (images + texts if fusion.joint_text else images)
+    if fusion.replace:
+        return added + query + (keys if fusion.joint_text else 0) - (query + keys + output + 4 * a * texts)
+    if not fusion.share_projections:
+        # Shared queries and text keys are those that self-attention has computed already.
+        added += query + (keys if fusion.joint_text else 0)
+    return added
+
+
+def _key_heads(attention: Any) -> int:
+    return int(attention.k_proj.out_features // attention.head_dim)
+
+
+def _square(tokens: int) -> tuple[int, int]:
+    side = round(tokens**0.5)
+    if side * side != tokens:
+        raise ValueError(f"compression is counted on a square grid of patches; got {tokens} image tokens")
+    return side, side

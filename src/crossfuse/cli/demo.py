@@ -1,0 +1,5 @@
+"""`crossfuse demo`."""
+
+
+def demo() -> None:
+    pass

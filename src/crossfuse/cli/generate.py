@@ -1,0 +1,60 @@
+"""`crossfuse generate`: one image, one question, one answer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from crossfuse.cli.fusion_options import chosen_fusion
+
+
+def generate(
+    context: typer.Context,
+    image: Annotated[Path, typer.Argument(help="Picture file: PNG, JPEG, GIF, WebP, ...", metavar="IMAGE")],
+    prompt: Annotated[str, typer.Argument(help="What to ask about it.", metavar="PROMPT")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Directory or hub id of a vision-language model.", show_default="the embedded model"),
+    ] = None,
+    fusion: Annotated[
+        str | None,
+        typer.Option(help="insertion, text-anchors or cross-attention.", show_default="as the model was saved"),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
+) -> None:
+    """Answer PROMPT about IMAGE.
+
+    Every field of the chosen fusion is an option too: --fusion text-anchors --threshold 0.12 --copy-order
+    prompt.
+    """
+    chosen = chosen_fusion(context, fusion)
+    # The cheap checks come before the model is loaded: a typing error should not cost a minute.
+    from crossfuse.data.collate import open_image
+
+    picture = open_image(image)
+    if not prompt.strip():
+        raise ValueError('the prompt is empty; ask something, as "what is in the image?"')
+    import torch
+
+    import crossfuse as xf
+    from crossfuse.cli.loading import load_model
+    from crossfuse.evaluation.generation import answer
+
+    network, processor = load_model(model)
+    if chosen is not None:
+        known = xf.fusion_of(network)
+        if known is not None and known != chosen:
+            raise ValueError(f"this model was saved with {known}; leave --fusion out to use it")
+        if known is None:
+            xf.fuse(network, chosen)
+            if xf.fusion_parameters(network):
+                print(
+                    f"crossfuse: note: {fusion} adds weights that this model was never trained with",
+                    file=sys.stderr,
+                )
+    with torch.inference_mode():
+        (text,) = answer(network, processor, [(picture, prompt)], max_new_tokens=max_new_tokens)
+    typer.echo(text)

@@ -1,0 +1,48 @@
+"""Models by directory, by hub id, or the one that comes with the package."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def load_model(name: str | None) -> tuple[Any, Any]:
+    """(model in evaluation mode, processor); `None` gives the embedded model.
+
+    Raises:
+        ValueError: the directory holds no model, the hub cannot be reached, or the family is not supported.
+    """
+    import crossfuse as xf
+
+    if name is None:
+        return xf.load_embedded()
+    check_source(name)
+    from transformers import AutoProcessor
+
+    model = xf.from_pretrained(name)
+    return model.eval(), AutoProcessor.from_pretrained(name)
+
+
+def check_source(name: str) -> None:
+    """Raise `ValueError` in words of the user's where `name` is a path without a model."""
+    path = Path(name).expanduser()
+    looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{name} is a directory without config.json; give one that save_pretrained wrote")
+        try:
+            json.loads((path / "config.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path / 'config.json'} is no JSON ({error}); save the model again") from error
+    elif path.is_file():
+        raise ValueError(f"{name} is a file; give the directory that holds config.json")
+    elif looks_like_path:
+        raise ValueError(f"no such directory: {name}; give a directory with config.json or a hub id as owner/name")
+
+
+def embedded_directory() -> Path:
+    """Where the model that comes with the package lies."""
+    from importlib.resources import files
+
+    return Path(str(files("crossfuse").joinpath("assets", "model")))

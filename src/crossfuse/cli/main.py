@@ -1,0 +1,88 @@
+"""The `crossfuse` command: its subcommands, and how errors reach the user."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from crossfuse.cli.demo import demo
+from crossfuse.cli.fusion_options import FusionCommand
+from crossfuse.cli.generate import generate
+from crossfuse.cli.info import info
+
+USAGE_ERROR = 2
+INTERNAL_ERROR = 1
+
+app = typer.Typer(
+    name="crossfuse",
+    help="Choose how image tokens reach the text tokens of a vision-language model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+app.command(cls=FusionCommand)(generate)
+app.command()(info)
+
+
+@app.callback()
+def common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the full trace of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"crossfuse {installed('crossfuse')}")
+        raise typer.Exit
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 for success, 2 for a mistake in the input, 1 for a fault of crossfuse.
+
+    A mistake is told in one line on standard error; `--debug`, before or after the subcommand, shows the
+    trace.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug, given = _take_debug(given)
+    try:
+        code = app(args=given, standalone_mode=False, prog_name="crossfuse")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except typer.Abort:
+        sys.exit(INTERNAL_ERROR)
+    except Exception as error:
+        sys.exit(_report(error, debug=debug))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _take_debug(arguments: list[str]) -> tuple[bool, list[str]]:
+    # What stands behind `--` is text of the user, such as a prompt.
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = [argument for argument in arguments[:end] if argument != "--debug"]
+    return len(options) < end, options + arguments[end:]
+
+
+def _report(error: Exception, *, debug: bool) -> int:
+    """Print the error; return the exit code."""
+    if debug:
+        traceback.print_exception(error)
+    # Usage errors of typer know their message through `format_message`; the class itself is not public.
+    format_message = getattr(error, "format_message", None)
+    expected = format_message is not None or isinstance(error, (ValueError, OSError, ImportError, NotImplementedError))
+    message = _one_line(format_message() if format_message is not None else str(error))
+    if not expected:
+        message = f"internal error: {type(error).__name__}: {message}"
+        if not debug:
+            message += " (--debug shows where)"
+    print(f"crossfuse: {message}", file=sys.stderr)
+    return USAGE_ERROR if expected else INTERNAL_ERROR
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split()) or "no further description"

@@ -1,0 +1,301 @@
+"""The body of a fused model: takes the user's tokens, fuses inside, runs the decoder, answers in the user's order.
+
+The top model keeps the head, the loss and ``generate`` of transformers in the *user's* token space: only the body
+works on the fused sequence, and gathers its hidden states back by `readout`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crossfuse.backbones.base import Backbone, EncodedImages
+from crossfuse.fusion import Fusion
+from crossfuse.sequence import (
+    FusedInputs,
+    MultimodalSequence,
+    block_causal_mask,
+    fuse_inputs,
+    gather_by,
+    packed_segments,
+)
+from crossfuse.streaming.cache import FusionCache
+from crossfuse.swap import Swapped
+
+
+class FusedBody(Swapped):
+    """Takes the user's tokens, fuses inside, runs the decoder, returns hidden states in the user's order."""
+
+    _fusion: Fusion  # resolved at run time: transformers evaluates the annotations of model classes
+    _backbone: Backbone
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        mm_encoder_outputs: Any = None,
+        anchor_mask: Tensor | None = None,
+        prompt_mask: Tensor | None = None,
+        answer_starts: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        fused_report: dict[str, Any] | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        fusion, backbone = self._fusion, self._backbone
+        stock = super().forward  # type: ignore[misc]
+        past = 0
+        if not isinstance(cache, FusionCache):
+            if segment_ids is None:
+                segment_ids = _restarting(self, attention_mask, position_ids, cache, use_cache)
+            if cache is not None and not fusion.is_identity:
+                raise TypeError(
+                    f"{type(cache).__name__} cannot hold the state of {fusion.name}; pass cache=None or "
+                    "crossfuse.new_cache(model)"
+                )
+        else:
+            past = cache.user_length
+        if use_cache is None:
+            text_config = self.config.get_text_config()  # type: ignore[attr-defined]
+            use_cache = cache is not None or (not self.training and bool(getattr(text_config, "use_cache", True)))  # type: ignore[attr-defined]
+        common = {"use_cache": use_cache, "return_dict": return_dict}
+
+        if fusion.is_identity and segment_ids is None and not self._needs_dummy(kwargs, mm_encoder_outputs):
+            return stock(
+                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, cache=cache,
+                inputs_embeds=inputs_embeds, mm_encoder_outputs=mm_encoder_outputs, **common, **kwargs,
+            )  # fmt: skip
+        if input_ids is None:
+            raise ValueError(f"a model fused with {fusion.name} needs input_ids; inputs_embeds alone hide the images")
+        if segment_ids is not None and use_cache:
+            raise ValueError("packed rows (segment_ids) cannot fill a cache; pass use_cache=False")
+
+        images = backbone.encode(self, mm_encoder_outputs, kwargs)  # type: ignore[arg-type]
+        if images is not None:
+            images = backbone.in_reading_order(self, input_ids, images)
+        masks = {"anchor_mask": anchor_mask, "prompt_mask": prompt_mask, "answer_starts": answer_starts}
+        sequence = self._sequence(
+            input_ids, attention_mask, position_ids, cache, images, masks, segment_ids, past, kwargs
+        )  # fmt: skip
+        if use_cache and cache is None:
+            cache = FusionCache(len(backbone.decoder(self).layers))  # type: ignore[arg-type]
+        layout = fusion.arrange(sequence, cache)
+        if layout is None and past == 0 and segment_ids is None and sequence.dummy_features is None:
+            # Nothing is inserted or removed: the stock body, so that even padded rows are bit-equal to the unfused model.
+            given = {} if images is None else {"mm_encoder_outputs": images.as_encoder_outputs()}
+            rest = {k: v for k, v in kwargs.items() if not k.startswith("pixel_values")}
+            used = sequence.position_ids if backbone.mrope and position_ids is None else position_ids
+            outputs = stock(
+                input_ids=input_ids, attention_mask=attention_mask, position_ids=used, cache=cache,
+                **given, **common, **rest,
+            )  # fmt: skip
+            if cache is not None:
+                tokens = input_ids.shape[1]
+                if used is None:  # transformers then counts columns, padding included
+                    sequence.position_ids = torch.arange(tokens, device=input_ids.device).expand_as(input_ids)
+                cache.record(sequence.valid, sequence.following_position(), tokens, tokens)
+            return outputs
+
+        layout = layout or sequence.plain_layout()
+        extra = torch.tensor(layout.extra_token_ids, dtype=torch.long, device=input_ids.device)
+        fused = fuse_inputs(sequence, layout, self.get_input_embeddings()(extra))  # type: ignore[attr-defined]
+        if sequence.dummy_features is not None and not fusion.drops_images:
+            fused.inputs_embeds = fused.inputs_embeds + 0.0 * sequence.dummy_features.sum()
+        outputs = self._decode(fused, cache if use_cache else None, use_cache, kwargs)
+        hidden = fused.gather(outputs.last_hidden_state)
+        if fused_report is not None:
+            fused_report["readout"] = fused.readout
+        result = backbone.model_output(self, outputs, hidden, images)  # type: ignore[arg-type]
+        return result if return_dict is not False else result.to_tuple()
+
+    def _decode(self, fused: FusedInputs, cache: FusionCache | None, use_cache: bool, kwargs: dict[str, Any]) -> Any:
+        fusion, backbone = self._fusion, self._backbone
+        vision = fusion.prepare(backbone, self, fused, cache)  # type: ignore[arg-type]
+        extra = {} if vision is None else {"vision": vision}
+        rest = {k: v for k, v in kwargs.items() if k not in backbone.image_arguments}
+        decoder = backbone.decoder(self)  # type: ignore[arg-type]
+        outputs = decoder(
+            inputs_embeds=fused.inputs_embeds,
+            attention_mask=self._attention_mask(fused, cache),
+            position_ids=fused.position_ids,
+            cache=cache,
+            use_cache=use_cache,
+            **extra,
+            **rest,
+        )
+        if cache is not None:
+            tokens = fused.sequence.input_ids.shape[1]
+            cache.record(fused.attention_mask, fused.next_position, tokens, fused.plain_tail)
+            if vision is not None and vision.window is not None:
+                cache.window = vision.window
+        return outputs
+
+    def _attention_mask(self, fused: FusedInputs, cache: FusionCache | None) -> Tensor:
+        """Always explicit: transformers would guess packing from positions that repeat or restart."""
+        segments = fused.sequence.segments
+        if segments is None:
+            mask = fused.attention_mask if cache is None else cache.extended_mask(fused.attention_mask)
+            return mask.long()
+        config = self.config.get_text_config()  # type: ignore[attr-defined]
+        window = getattr(config, "sliding_window", None)
+        if window and fused.attention_mask.shape[1] > window:
+            raise ValueError(
+                f"a packed row of {fused.attention_mask.shape[1]} tokens exceeds the sliding window of {window}; "
+                "pack shorter rows"
+            )
+        implementation = config._attn_implementation
+        if implementation not in ("sdpa", "eager"):
+            raise ValueError(f"packed rows need attn_implementation 'sdpa' or 'eager'; got {implementation!r}")
+        dtype = fused.inputs_embeds.dtype if implementation == "eager" else None
+        return block_causal_mask(gather_by(segments, fused.layout.host), dtype)
+
+    def _sequence(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: FusionCache | None,
+        images: EncodedImages | None,
+        masks: dict[str, Tensor | None],
+        segment_ids: Tensor | None,
+        past: int,
+        arguments: dict[str, Any],
+    ) -> MultimodalSequence:
+        """Embed, scatter the image tokens into their places, and cut every mask to this call's columns."""
+        fusion, backbone = self._fusion, self._backbone
+        rows, length = input_ids.shape
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError(
+                f"attention_mask must have 2 dimensions in a fused model; got {attention_mask.ndim} (packed rows: segment_ids)"
+            )
+        valid = torch.ones_like(input_ids, dtype=torch.bool)
+        if attention_mask is not None:
+            valid = attention_mask[:, -length:].bool()
+        if segment_ids is not None:
+            valid = valid & (segment_ids >= 0)
+        if fusion.needs_prompt and self.training and masks["anchor_mask"] is None and masks["prompt_mask"] is None:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{fusion.name} cannot tell the prompt from the answer in a training forward without labels, prompt_mask "
+                "or anchor_mask (label smoothing removes the labels); pass one of them"
+            )
+        masks = {name: _columns(mask, past, length, name) for name, mask in masks.items()}
+        embeds = self.get_input_embeddings()(input_ids)  # type: ignore[attr-defined]
+        is_image = torch.zeros_like(valid)
+        features, lengths, grids = None, [], []
+        if images is not None and images.features:
+            is_image = backbone.is_placeholder(self, input_ids) & valid
+            if position_ids is None and backbone.mrope:
+                position_ids = backbone.positions(self, input_ids, valid, arguments)
+            embeds, valid, is_image, features, lengths, grids = self._place(embeds, valid, is_image, images)
+        start = torch.zeros(rows, dtype=torch.long, device=input_ids.device)
+        if cache is not None and cache.next_position is not None:
+            start = cache.next_position.to(input_ids.device)
+        position_ids = self._user_positions(position_ids, valid, start, past, rows)
+        dummy = None
+        if self._needs_dummy({}, None if images is None else {"image": images}):
+            dummy = backbone.dummy_features(self)  # type: ignore[arg-type]
+        return MultimodalSequence(
+            input_ids=input_ids, embeds=embeds, valid=valid, is_image=is_image, image_features=features,
+            image_lengths=lengths,
+            has_video=images is not None and images.videos is not None, image_grids=grids, position_ids=position_ids, start=start, segments=segment_ids,
+            **masks, special_ids=backbone.special_ids(self), dummy_features=dummy,
+        )  # fmt: skip
+
+    def _user_positions(
+        self, position_ids: Tensor | None, valid: Tensor, start: Tensor, past: int, rows: int
+    ) -> Tensor | None:
+        """(B, L) or (3, B, L) positions of this call, or None where they are counted.
+
+        After a cache they go on from its own next position: what was inserted or removed before is known to it alone.
+        """
+        compress = self._fusion.compress
+        if position_ids is None or (compress is not None and not compress.is_identity):
+            return None
+        if position_ids.shape[0] == 4 and position_ids.ndim == 3:
+            position_ids = position_ids[1:]  # the first row is transformers' text-only counter
+        if position_ids.shape[-2] == 1:
+            position_ids = position_ids.expand(*position_ids.shape[:-2], rows, -1)
+        if position_ids.ndim == 2:
+            return None if past else position_ids
+        if not past:
+            return position_ids
+        first = valid.long().argmax(1)
+        return position_ids - position_ids.gather(-1, first.expand(3, -1)[..., None]) + start[:, None]
+
+    def _place(self, embeds: Tensor, valid: Tensor, is_image: Tensor, images: EncodedImages) -> tuple[Any, ...]:
+        """Image tokens into their placeholders; after compression the surplus placeholders of an image are void."""
+        lengths = [len(tokens) for tokens in images.features]
+        _check_counts(is_image, lengths)
+        compress, grids = self._fusion.compress, images.grids
+        features = torch.cat(images.features).to(embeds.device)
+        if compress is not None and not compress.is_identity:
+            pooled = [compress(tokens, grid) for tokens, grid in zip(images.features, grids, strict=True)]
+            kept = torch.cat(
+                [torch.arange(old, device=embeds.device) < len(new) for old, new in zip(lengths, pooled, strict=True)]
+            )
+            surplus = torch.zeros_like(is_image).masked_scatter(is_image, ~kept)
+            valid, is_image = valid & ~surplus, is_image & ~surplus
+            features, lengths = torch.cat(pooled).to(embeds.device), [len(tokens) for tokens in pooled]
+            grids = [None if grid is None else compress.grid(grid) for grid in grids]
+        if not self._fusion.drops_images:
+            embeds = embeds.masked_scatter(is_image[..., None], features.to(embeds.dtype))
+        return embeds, valid, is_image, features, lengths, grids
+
+    def _needs_dummy(self, arguments: dict[str, Any], encoded: Any) -> bool:
+        """A training step without images still runs tower, projector and cross-attention, so ranks stay in step."""
+        if not self.training or not torch.is_grad_enabled():  # type: ignore[attr-defined]
+            return False
+        if arguments.get("pixel_values") is not None or (encoded and encoded.get("image") is not None):
+            return False
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return True
+        return not self._fusion.is_identity and any(p.requires_grad for p in self.parameters())  # type: ignore[attr-defined]
+
+
+def _columns(mask: Tensor | None, past: int, length: int, name: str) -> Tensor | None:
+    """The columns of this call out of a mask over the whole prompt; what lies after the prompt is False."""
+    if mask is None:
+        return None
+    mask = mask.bool()
+    if bool(mask[:, past + length :].any()):
+        raise ValueError(
+            f"the prompt of {mask.shape[1]} tokens ({name}) was split at {past + length}: anchors are decided once, over the "
+            "whole prompt; use prefill_chunk_size=None"
+        )
+    part = mask[:, past : past + length]
+    return nn.functional.pad(part, (0, length - part.shape[1]), value=False)
+
+
+def _check_counts(is_image: Tensor, lengths: list[int]) -> None:
+    """Placeholders and image tokens must agree; the message names the first row that does not."""
+    total = int(is_image.sum())
+    if total == sum(lengths):
+        return
+    ends = {0}
+    for length in lengths:
+        ends.add(max(ends) + length)
+    counts = is_image.sum(1)
+    row = next((i for i, end in enumerate(counts.cumsum(0).tolist()) if end not in ends), len(counts) - 1)
+    raise ValueError(
+        f"{total} image placeholders for {len(lengths)} images of {sum(lengths)} tokens (row {row} holds {int(counts[row])} "
+        "placeholders): give one image per placeholder, keep the placeholder string out of the text, and raise "
+        "max_length where truncation cut an image"
+    )
+
+
+def _restarting(
+    body: Any, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Any, use_cache: bool | None
+) -> Tensor | None:
+    """Samples of a packed row given the way transformers takes them: restarting positions, no mask, no cache."""
+    if position_ids is None or attention_mask is not None or cache is not None or position_ids.ndim != 2:
+        return None
+    if body._fusion.is_identity or use_cache:
+        return None
+    segments = packed_segments(position_ids)
+    return segments

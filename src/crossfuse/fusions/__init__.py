@@ -1,0 +1,1 @@
+"""The fusions, one folder or file each. They know no model family."""

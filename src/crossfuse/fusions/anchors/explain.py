@@ -1,0 +1,96 @@
+"""Which token is copied to which patch, and why: the anchors of a batch, without running the decoder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crossfuse.fusions.anchors.similarity import BestPartner
+from crossfuse.fusions.anchors.text_anchors import TextAnchors
+from crossfuse.prompt import prompt_before_labels
+from crossfuse.sequence import MultimodalSequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Anchor:
+    """One copied text token and the image patch that it stands next to."""
+
+    token_index: int  # column of the token in its row of input_ids
+    token_id: int
+    image_index: int  # image within the sample
+    patch_index: int  # image token within the image
+    row: int  # of the patch grid; -1 where the image has no grid
+    column: int
+    grid: tuple[int, int] | None  # (rows, columns)
+    cosine: float
+
+
+def match_prompt(model: Any, inputs: dict[str, Any]) -> tuple[MultimodalSequence, BestPartner, TextAnchors]:
+    """Best image token of every candidate text token of a processor's batch; matching as in a prefill.
+
+    A model that is not fused, or fused otherwise, is matched with `TextAnchors`' default candidates.
+    """
+    from crossfuse.api import fused, fusion_of
+
+    fusion = fusion_of(model)
+    if fusion is not None and not isinstance(fusion, TextAnchors):
+        raise ValueError(f"the model is fused with {fusion.name}; anchors need TextAnchors or an unfused model")
+    context = contextlib.nullcontext(model) if fusion is not None else fused(model, TextAnchors())
+    with context, torch.no_grad():
+        body = model.model
+        prompt = inputs.get("prompt_mask")
+        if prompt is None:
+            labels = inputs.get("labels")
+            ids = inputs["input_ids"]
+            prompt = torch.ones_like(ids).bool() if labels is None else prompt_before_labels(labels, None)
+        images = body._backbone.encode(body, None, {k: v for k, v in inputs.items() if isinstance(v, Tensor)})
+        if images is not None:
+            images = body._backbone.in_reading_order(body, inputs["input_ids"], images)
+        masks = {"anchor_mask": inputs.get("anchor_mask"), "prompt_mask": prompt}
+        sequence = body._sequence(
+            inputs["input_ids"], inputs.get("attention_mask"), None, None, images, masks, None, 0, inputs
+        )  # fmt: skip
+        used = body._fusion
+        return sequence, used.match(sequence), used
+
+
+def explain_anchors(model: Any, inputs: dict[str, Any]) -> list[list[Anchor]]:
+    """Anchors that `TextAnchors` inserts for a processor's batch: one list a sample, in prompt order.
+
+    ``model`` is fused with `TextAnchors` (its threshold decides), ``inputs`` hold input_ids (B, L), attention_mask,
+    pixel_values and, optionally, labels, prompt_mask, anchor_mask.
+    """
+    sequence, best, fusion = match_prompt(model, inputs)
+    if fusion.threshold >= 1:
+        return [[] for _ in range(len(sequence.input_ids))]
+    rank = sequence.is_image.flatten().cumsum(0).view_as(sequence.is_image) - 1  # place among all image tokens
+    ends = torch.tensor(sequence.image_lengths).cumsum(0)
+    starts = ends - torch.tensor(sequence.image_lengths)
+    inserted = ((best.cosine >= fusion.threshold) & (best.partner >= 0)).nonzero().tolist()
+    anchors: list[list[Anchor]] = [[] for _ in range(len(sequence.input_ids))]
+    for sample, slot in inserted:
+        token = int(best.column[sample, slot])
+        place = int(rank[sample, best.partner[sample, slot]])
+        image = int(torch.searchsorted(ends, place, right=True))
+        own = sequence.is_image[sample].nonzero()
+        first = int(torch.searchsorted(ends, int(rank[sample, own[0, 0]]), right=True))
+        grid = sequence.image_grids[image]
+        patch = place - int(starts[image])
+        row, column = (-1, -1) if grid is None else divmod(patch, grid[1])
+        anchors[sample].append(
+            Anchor(
+                token_index=token,
+                token_id=int(sequence.input_ids[sample, token]),
+                image_index=image - first,
+                patch_index=patch,
+                row=row,
+                column=column,
+                grid=grid,
+                cosine=float(best.cosine[sample, slot]),
+            )
+        )
+    return anchors

@@ -1,0 +1,53 @@
+"""Best partner of each token in the other modality, by cosine in float32.
+
+Legend: B rows, K candidates that look for a partner, M candidates that are looked at, d width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from crossfuse.sequence import gather_by, left_padded
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BestPartner:
+    """For each of K candidates: its column, the column of its best partner and the cosine."""
+
+    column: Tensor  # (B, K) long, -1 where the row has fewer candidates
+    partner: Tensor  # (B, K) long, -1 where there is none
+    cosine: Tensor  # (B, K) float32, -1 where there is none
+
+
+def best_partner(embeds: Tensor, seekers: Tensor, partners: Tensor, segments: Tensor | None = None) -> BestPartner:
+    """For every seeker the partner of highest cosine in its own row (and segment); the first on ties.
+
+    embeds (B, L, d); seekers, partners (B, L) bool; segments (B, L) long or None. A cosine that is not finite never
+    wins: it counts as -1. Matching records no gradients (copies are gathers, and gradients flow through those).
+    """
+    columns = torch.arange(embeds.shape[1], device=embeds.device).expand(embeds.shape[:2])
+    seeker, partner = left_padded(columns, seekers), left_padded(columns, partners)
+    if not seeker.shape[1] or not partner.shape[1]:
+        nothing = torch.full_like(seeker, -1)
+        return BestPartner(seeker, nothing, nothing.float())
+    with torch.no_grad():
+        cosine = _unit(embeds, seeker) @ _unit(embeds, partner).mT
+        allowed = (seeker >= 0)[:, :, None] & (partner >= 0)[:, None, :]
+        if segments is not None:
+            allowed &= gather_by(segments, seeker)[:, :, None] == gather_by(segments, partner)[:, None, :]
+        cosine = torch.where(torch.isfinite(cosine), cosine, -1.0).masked_fill(~allowed, -torch.inf)
+        best = cosine.argmax(-1)  # documented: the first of equal maxima
+        value = cosine.gather(-1, best[..., None])[..., 0]
+    found = torch.isfinite(value)
+    chosen = torch.where(found, partner.gather(1, best), -1)
+    return BestPartner(seeker, chosen, torch.where(found, value, -1.0))
+
+
+def _unit(embeds: Tensor, index: Tensor) -> Tensor:
+    """Float32 unit vectors of the indexed tokens; a zero vector stays zero."""
+    gathered = embeds.gather(1, index.clamp(min=0)[..., None].expand(-1, -1, embeds.shape[-1]))
+    return normalize(gathered.float(), dim=-1, eps=1e-12)

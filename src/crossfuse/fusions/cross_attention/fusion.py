@@ -1,0 +1,155 @@
+"""CrossAttention: the configuration (CASA's design axes D1-D5) and how it is attached to a decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from crossfuse.fusion import Fusion
+from crossfuse.swap import refuse_untouchable, restore, swap
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from crossfuse.backbones.base import Backbone
+    from crossfuse.fusions.cross_attention.context import CrossContext
+    from crossfuse.sequence import FusedInputs, Layout, MultimodalSequence
+    from crossfuse.streaming.cache import FusionCache
+
+GATES = ("none", "tanh")
+VIDEO_WINDOWS = ("frame", "all")
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossAttention(Fusion):
+    """Cross-attention to the latest image, added to self-attention over text (CASA, eq. 2-4).
+
+    share_projections: D1, CA^link: q, k, v, o are the block's own self-attention modules; no new parameters.
+    joint_text: D2, CA_t+v: one softmax over the window's image and its text (eq. 4) instead of the image alone (eq. 2).
+    every: D3, cross-attention in the last block of each group of this many.
+    replace: D3, CA^feather: cross-attention takes the place of self-attention in its blocks (needs ``every`` >= 2).
+    update_images: D4, image tokens pass through every block's feed-forward network. Not yet.
+    history: D5, how many windows of images are visible; None shows all.
+    video_windows: D5, ``"all"`` puts every frame of a video into the window of the text that follows. ``"frame"`` (one
+        window a frame) is not yet implemented: with it, image input works and video input is refused.
+    gist_tokens: D5, learned tokens after an image. Not yet.
+    gate: ``"tanh"`` is a zero-initialised gate (Flamingo's), for comparison.
+    """
+
+    name: ClassVar[str] = "cross-attention"
+
+    share_projections: bool = False
+    joint_text: bool = False
+    every: int = 1
+    replace: bool = False
+    update_images: bool = False
+    history: int | None = 1
+    video_windows: str = "frame"
+    gist_tokens: int = 0
+    gate: str = "none"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"every must be at least 1 (cross-attention in every n-th block); got {self.every}")
+        if self.replace and self.every == 1:
+            raise ValueError(
+                "replace=True with every=1 is refused: without any self-attention, windows could never exchange "
+                "anything; use every=2 or more"
+            )
+        if self.history is not None and self.history < 1:
+            raise ValueError(f"history must be at least 1 (or None for every earlier image); got {self.history}")
+        if self.gate not in GATES:
+            raise ValueError(f"gate must be one of {', '.join(GATES)}; got {self.gate!r}")
+        if self.video_windows not in VIDEO_WINDOWS:
+            raise ValueError(f"video_windows must be one of {', '.join(VIDEO_WINDOWS)}; got {self.video_windows!r}")
+        for field, value, default in (
+            ("update_images", self.update_images, False),
+            ("gist_tokens", self.gist_tokens, 0),
+        ):
+            if value != default:
+                raise NotImplementedError(f"{field}={value!r} is not yet implemented; leave it at {default!r}")
+
+    @property
+    def drops_images(self) -> bool:
+        return True
+
+    def layer_indices(self, layers: int) -> list[int]:
+        """Blocks with cross-attention: the last of each group of ``every``."""
+        return [i for i in range(layers) if i % self.every == self.every - 1]
+
+    def check_model(self, backbone: Backbone, model: nn.Module) -> None:
+        decoder = backbone.decoder(backbone.body(model))
+        if not self.layer_indices(len(decoder.layers)):
+            raise ValueError(f"every must be at most the number of blocks, {len(decoder.layers)}; got {self.every}")
+        for layer in decoder.layers:
+            refuse_untouchable(layer.self_attn)
+            self._check_attention(layer.self_attn)
+
+    def _check_attention(self, attention: Any) -> None:
+        name = type(attention).__name__
+        missing = [
+            p for p in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling") if not hasattr(attention, p)
+        ]
+        if missing:
+            raise ValueError(f"{name} has no {', '.join(missing)}; cross-attention needs a decoder built like Llama")
+        for attribute in ("attn_logit_softcapping", "sinks"):
+            if getattr(attention, attribute, None) is not None:
+                raise ValueError(f"{name} uses {attribute}, which cross-attention would have to ignore; not supported")
+        if self.joint_text and getattr(attention, "sliding_window", None):
+            raise ValueError(
+                f"{name} has a sliding window of {attention.sliding_window} tokens, which joint_text=True would have to "
+                "ignore; use joint_text=False or a model without sliding windows"
+            )
+
+    def attach(self, backbone: Backbone, model: nn.Module) -> None:
+        from crossfuse.fusions.cross_attention.attention import CrossLayer, FusedAttention
+
+        layers = backbone.decoder(backbone.body(model)).layers
+        chosen = set(self.layer_indices(len(layers)))
+        for index, layer in enumerate(layers):
+            attention = layer.self_attn
+            if index in chosen:
+                attention.cross = CrossLayer(self, attention, layer.input_layernorm)
+                attention.__dict__["_cross_norm"] = (
+                    layer.input_layernorm
+                )  # seen, not registered: keys stay where they are
+                attention.__dict__["_cross_replaces"] = self.replace
+            attention.__dict__["_cross_backbone"] = backbone
+            swap(attention, FusedAttention)
+            if self.replace and index in chosen:
+                _freeze_replaced(attention, self)
+
+    def detach(self, backbone: Backbone, model: nn.Module) -> None:
+        for layer in backbone.decoder(backbone.body(model)).layers:
+            attention = layer.self_attn
+            restore(attention)
+            attention._modules.pop("cross", None)
+            for parameter in attention.__dict__.pop("_cross_frozen", ()):
+                parameter.requires_grad_(True)
+            for name in ("_cross_norm", "_cross_replaces", "_cross_backbone"):
+                attention.__dict__.pop(name, None)
+
+    def arrange(self, sequence: MultimodalSequence, cache: FusionCache | None) -> Layout | None:
+        from crossfuse.fusions.cross_attention.context import text_layout
+
+        seen = cache is not None and cache.window is not None
+        if sequence.image_features is None and not seen and not self.replace:
+            return None
+        return text_layout(sequence)
+
+    def prepare(
+        self, backbone: Backbone, body: nn.Module, fused: FusedInputs, cache: FusionCache | None
+    ) -> CrossContext | None:
+        from crossfuse.fusions.cross_attention.context import cross_context
+
+        return cross_context(self, backbone, body, fused, cache)
+
+
+def _freeze_replaced(attention: nn.Module, fusion: CrossAttention) -> None:
+    """Self-attention weights that are no longer used stop training; `detach` thaws them."""
+    if fusion.share_projections:
+        return  # they are the cross-attention's own weights
+    frozen = [p for n, p in attention.named_parameters() if not n.startswith("cross.") and p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    attention.__dict__["_cross_frozen"] = tuple(frozen)

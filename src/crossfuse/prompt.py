@@ -1,0 +1,88 @@
+"""What must be known or refused before a call: where the prompt ends, padding sides, supervision without a delimiter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SEQUENCE_ALIGNED = (
+    "attention_mask",
+    "mm_token_type_ids",
+    "token_type_ids",
+    "anchor_mask",
+    "prompt_mask",
+    "segment_ids",
+)
+
+
+def prompt_before_labels(labels: Tensor, segment_ids: Tensor | None) -> Tensor:
+    """(B, L) bool: everything before the first supervised label of the sample (of the segment in packed rows)."""
+    answered = (labels != -100).cumsum(1)
+    if segment_ids is None:
+        return answered == 0
+    before = torch.nn.functional.pad(segment_ids[:, :-1], (1, 0), value=-2)
+    inherited = torch.where(segment_ids != before, answered - (labels != -100).long(), 0).cummax(1).values
+    return answered == inherited
+
+
+def answer_starts(labels: Tensor) -> Tensor:
+    """(B, L) bool: the first supervised token of every answer."""
+    supervised = labels != -100
+    return supervised & ~torch.nn.functional.pad(supervised[:, :-1], (1, 0), value=False)
+
+
+def check_pixels(pixel_values: Any) -> None:
+    """ValueError where an image holds NaN or infinite pixels."""
+    if not isinstance(pixel_values, Tensor) or not pixel_values.is_floating_point():
+        return
+    finite = torch.isfinite(pixel_values)
+    if not bool(finite.all()):
+        first = int((~finite.flatten(1).all(1)).nonzero()[0])
+        raise ValueError(f"pixel_values[{first}] holds NaN or infinite values; check how the image was decoded")
+
+
+def check_supervision(
+    input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None, placeholders: tuple[int, ...]
+) -> None:
+    """Cross-attention predicts a token from the text before it, so no label may follow an image directly."""
+    image = torch.isin(input_ids, torch.tensor(placeholders, device=input_ids.device))
+    direct = image[:, :-1] & ~image[:, 1:] & (labels[:, 1:] != -100)
+    if attention_mask is not None and attention_mask.ndim == 2:
+        direct &= attention_mask[:, 1:].bool()
+    if bool(direct.any()):
+        row, column = direct.nonzero()[0].tolist()
+        raise ValueError(
+            f"row {row}, token {column + 1}: supervised text directly after an image would be predicted from the text "
+            "before the image; put a delimiter (a newline) between them or use gist_tokens=1"
+        )
+
+
+def check_generation_prompt(input_ids: Tensor, attention_mask: Tensor | None, placeholders: tuple[int, ...]) -> None:
+    """The same rule for the first generated token."""
+    last = torch.isin(input_ids[:, -1], torch.tensor(placeholders, device=input_ids.device))
+    if attention_mask is not None:
+        last &= attention_mask[:, -1].bool()
+    if bool(last.any()):
+        raise ValueError(
+            f"row {int(last.nonzero()[0])}: the prompt ends with an image, so the first new token would be predicted from the "
+            "text before it; end the prompt with a delimiter (a newline) or use gist_tokens=1"
+        )
+
+
+def left_pad(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Move padding to the left in every argument that follows the tokens; ``generate`` continues from the last column."""
+    mask = kwargs.get("attention_mask")
+    if mask is None or mask.ndim != 2 or bool(mask[:, -1].all()):
+        return kwargs
+    order = mask.bool().long().argsort(dim=1, stable=True)
+    moved = dict(kwargs)
+    for name in ("input_ids", *_SEQUENCE_ALIGNED):
+        value = moved.get(name)
+        if isinstance(value, Tensor) and value.shape == mask.shape:
+            moved[name] = value.gather(1, order)
+    position_ids = moved.get("position_ids")
+    if isinstance(position_ids, Tensor):
+        moved["position_ids"] = position_ids.gather(-1, order.expand_as(position_ids))
+    return moved

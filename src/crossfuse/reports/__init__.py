@@ -1,0 +1,1 @@
+"""Pictures, charts and pages that show what was measured."""

@@ -1,0 +1,114 @@
+"""A report as one HTML file: pictures inlined, nothing loaded from elsewhere, readable in light and dark."""
+
+from __future__ import annotations
+
+import base64
+import html
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from crossfuse.reports.files import write_bytes
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c2126; --page: #ffffff; --soft: #5b6670; --line: #d8dee3; --band:
+#f3f6f8;
+  --accent: #00695c; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e8eb; --page: #14181b; --soft: #a3adb5; --line:
+#343c42;
+  --band: #1d2327; --accent: #4db6ac; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 68rem; padding: 2rem 1.25rem 4rem; background: var(--page); color:
+var(--ink);
+  font: 16px/1.55 system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; }
+h1 { font-size: 1.8rem; line-height: 1.2; margin: 0 0 .5rem; }
+h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; padding-top: .75rem; border-top: 1px solid var(--line); }
+p, ul { max-width: 50rem; }
+p.note { color: var(--soft); font-size: .92rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; margin: .75rem 0; font-variant-numeric: tabular-nums; }
+caption { caption-side: bottom; text-align: left; color: var(--soft); font-size: .9rem; padding-top: .5rem; }
+th, td { padding: .4rem .8rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+thead th { border-bottom: 2px solid var(--accent); }
+tbody tr:nth-child(even) { background: var(--band); }
+.gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); gap: 1rem;
+} figure { margin: 1rem 0; }
+.gallery figure { margin: 0; }
+figure img { display: block; max-width: 100%; height: auto; border-radius: 6px; background: #ffffff; }
+figcaption { color: var(--soft); font-size: .92rem; padding-top: .35rem; }
+code, pre { font: .9rem/1.5 ui-monospace, "Cascadia Mono", Menlo, Consolas, monospace; }
+pre { overflow-x: auto; background: var(--band); padding: .75rem 1rem; border-radius: 6px; }
+"""
+
+
+class ReportPage:
+    """Collects the parts of a report in reading order; `write` makes the file.
+
+    Every text is escaped: answers and prompts from data sets may hold anything.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._parts: list[str] = []
+
+    def heading(self, text: str) -> None:
+        """Start a section."""
+        self._parts.append(f"<h2>{html.escape(text)}</h2>")
+
+    def paragraph(self, text: str, *, note: bool = False) -> None:
+        """Add a paragraph; `note` prints it smaller and paler."""
+        self._parts.append(f"<p{' class=note' if note else ''}>{html.escape(text)}</p>")
+
+    def bullets(self, items: Iterable[str]) -> None:
+        """Add a list of points."""
+        self._parts.append("<ul>" + "".join(f"<li>{html.escape(item)}</li>" for item in items) + "</ul>")
+
+    def code(self, text: str) -> None:
+        """Add text in a fixed-width block, as a command line to copy."""
+        self._parts.append(f"<pre>{html.escape(text)}</pre>")
+
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str = "") -> None:
+        """Add a table; every row has as many cells as there are columns (`ValueError` otherwise)."""
+        head = "".join(f"<th scope=col>{html.escape(column)}</th>" for column in columns)
+        body = []
+        for row in rows:
+            if len(row) != len(columns):
+                raise ValueError(f"a row of this table needs {len(columns)} cells; got {len(row)}: {list(row)}")
+            body.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>")
+        below = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+        self._parts.append(
+            f"<div class=scroll><table>{below}<thead><tr>{head}</tr></thead>"
+            f"<tbody>{''.join(body)}</tbody></table></div>"
+        )
+
+    def figure(self, png: bytes, *, caption: str) -> None:
+        """Add one PNG picture with its caption, which serves as the text for screen readers too."""
+        self._parts.append(_figure(png, caption))
+
+    def gallery(self, pictures: Iterable[tuple[bytes, str]]) -> None:
+        """Add several PNG pictures with their captions, side by side where there is room."""
+        self._parts.append(f"<div class=gallery>{''.join(_figure(png, caption) for png, caption in pictures)}</div>")
+
+    def render(self) -> str:
+        """The whole page as HTML text."""
+        title = html.escape(self._title)
+        return (
+            f"<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
+            f'<meta name=viewport content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
+            f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
+            + "\n".join(self._parts)
+            + "\n</body>\n</html>\n"
+        )
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Write the page (to a temporary name first, then renamed)."""
+        return write_bytes(path, self.render().encode("utf-8"))
+
+
+def _figure(png: bytes, caption: str) -> str:
+    if not png.startswith(b"\x89PNG"):
+        raise ValueError(f"pictures of a report are PNG files; got one that starts with {png[:4]!r}")
+    data = base64.b64encode(png).decode("ascii")
+    text = html.escape(caption)
+    return f'<figure><img alt="{text}" src="data:image/png;base64,{data}"><figcaption>{text}</figcaption></figure>'

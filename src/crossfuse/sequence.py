@@ -1,0 +1,181 @@
+"""The sequence before and after a fusion: `MultimodalSequence` -> `Layout` -> `FusedInputs`.
+
+Shapes: B rows, L tokens as the user wrote them, F fused positions, N image tokens of the whole batch, d model width.
+Every fused position has a *host*, the original token that it belongs to (a copy: the token that it stands after).
+Fused rows are left-padded, whatever the padding of the input, so the last column is always a real token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(eq=False)
+class MultimodalSequence:
+    """What came in with one call (the whole prompt, or the part that follows a cache)."""
+
+    input_ids: Tensor  # (B, L) long
+    embeds: Tensor  # (B, L, d): token embeddings, image tokens in their places
+    valid: Tensor  # (B, L) bool: real tokens; padding and placeholders without a feature are not
+    is_image: Tensor  # (B, L) bool, part of `valid`
+    image_features: Tensor | None  # (N, d), in reading order over the whole batch
+    image_lengths: list[int]  # tokens of each image, sum N
+    has_video: bool  # some of the items are videos
+    image_grids: list[tuple[int, int] | None]  # (rows, columns) of each image
+    position_ids: Tensor | None  # (B, L) or (3, B, L): the user's
+    start: Tensor  # (B,) long: position of the first token of this call
+    segments: Tensor | None = None  # (B, L) long: samples of a packed row, -1 for padding
+    anchor_mask: Tensor | None = None  # (B, L) bool: text that may be copied
+    prompt_mask: Tensor | None = None  # (B, L) bool: what stands before the first answer
+    answer_starts: Tensor | None = None  # (B, L) bool: first supervised token of every answer
+    special_ids: tuple[int, ...] = ()
+    dummy_features: Tensor | None = None  # (n, d) of a blank image, in training steps without images
+
+    @property
+    def segment_index(self) -> Tensor:
+        """(B, L) long: number of the sample inside its row, 0 where rows are not packed."""
+        return torch.zeros_like(self.input_ids) if self.segments is None else self.segments.clamp(min=0)
+
+    def user_positions(self) -> Tensor:
+        """(B, L) or (3, B, L): the positions that the unfused model would use."""
+        if self.position_ids is not None:
+            return self.position_ids
+        return count_positions(self.valid, self.segments) + self.start[:, None]
+
+    def following_position(self) -> Tensor:
+        """(B,) position of the token after this call, in the unfused model's counting."""
+        last = torch.where(self.valid, self.user_positions(), -1).amax(-1)
+        return (last if last.ndim == 1 else last.amax(0)) + 1
+
+    def plain_layout(self) -> Layout:
+        """Every real token once, in the order of the input."""
+        rows, length = self.input_ids.shape
+        columns = torch.arange(length, device=self.input_ids.device).expand(rows, length)
+        if bool(self.valid.all()):
+            return Layout(source=columns, host=columns)
+        source = left_padded(columns, self.valid)
+        return Layout(source=source, host=source)
+
+
+@dataclasses.dataclass(eq=False)
+class Layout:
+    """The fused order as indices into the input; -1 is padding, and padding comes first in a row."""
+
+    source: Tensor  # (B, F) long: which input token stands here
+    host: Tensor  # (B, F) long, ascending: the original token that this position belongs to
+    position_ids: Tensor | None = None  # (B, F) or (3, B, F); None: counted
+    next_position: Tensor | None = None  # (B,); None: counted
+    extra_token_ids: tuple[int, ...] = ()  # tokens that the input does not hold: source L + i is the i-th of them
+
+
+@dataclasses.dataclass(eq=False)
+class FusedInputs:
+    """What the decoder sees, and how to read its output back in the user's order."""
+
+    sequence: MultimodalSequence
+    layout: Layout
+    inputs_embeds: Tensor  # (B, F, d)
+    attention_mask: Tensor  # (B, F) bool
+    position_ids: Tensor  # (B, F) or (3, B, F) long
+    next_position: Tensor  # (B,) long: position of the token that follows
+    readout: Tensor  # (B, L) long: fused position whose state predicts token j + 1; -1 where there is none
+    plain_tail: int  # trailing columns that are the same tokens before and after, in every row
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        """(B, F, d) states -> (B, L, d) by `readout`; zeros where nothing precedes."""
+        rows = self.readout.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1])
+        return hidden.gather(1, rows).masked_fill(self.readout[..., None] < 0, 0)
+
+
+def fuse_inputs(sequence: MultimodalSequence, layout: Layout, extra: Tensor | None = None) -> FusedInputs:
+    """Gather embeddings, masks and positions into the fused order. ``extra`` (E, d) embeds the layout's extra tokens."""
+    source, host = layout.source, layout.host
+    real = host >= 0
+    index = source.clamp(min=0)[..., None].expand(-1, -1, sequence.embeds.shape[-1])
+    table = sequence.embeds
+    if extra is not None and len(extra):
+        table = torch.cat([table, extra.to(table.dtype).expand(len(table), -1, -1)], 1)
+    embeds = table.gather(1, index).masked_fill(~real[..., None], 0)
+    position_ids, next_position = layout.position_ids, layout.next_position
+    if position_ids is None:
+        segments = None if sequence.segments is None else gather_by(sequence.segments, host)
+        position_ids = count_positions(real, segments) + sequence.start[:, None]
+        next_position = sequence.start + real.sum(1)
+    assert next_position is not None
+    return FusedInputs(
+        sequence=sequence,
+        layout=layout,
+        inputs_embeds=embeds,
+        attention_mask=real,
+        position_ids=position_ids,
+        next_position=next_position,
+        readout=readout(host, sequence.input_ids.shape[1]),
+        plain_tail=_plain_tail(source, sequence.input_ids.shape[1]),
+    )
+
+
+def readout(host: Tensor, length: int) -> Tensor:
+    """(B, F) ascending hosts -> (B, L): the last fused position whose host is an original token <= j, or -1."""
+    columns = torch.arange(length, device=host.device).expand(host.shape[0], length).contiguous()
+    last = torch.searchsorted(host.contiguous(), columns, right=True) - 1
+    padding = (host < 0).sum(1, keepdim=True)
+    return torch.where(last >= padding, last, -1)
+
+
+def left_padded(values: Tensor, keep: Tensor, key: Tensor | None = None) -> Tensor:
+    """(B, K) values where ``keep``, ordered by ``key`` (default: as they stand), as (B, F), -1 in front."""
+    if key is None:
+        key = torch.arange(values.shape[1], device=values.device).expand_as(values)
+    key = torch.where(keep, key, -1)
+    longest = int(keep.sum(1).max()) if keep.numel() else 0
+    order = key.argsort(dim=1, stable=True)[:, values.shape[1] - longest :]
+    return torch.where(keep.gather(1, order), values.gather(1, order), -1)
+
+
+def gather_by(values: Tensor, index: Tensor) -> Tensor:
+    """(..., B, L) values at (B, F) indices; index -1 gives -1."""
+    expanded = index.clamp(min=0).expand(*values.shape[:-2], *index.shape)
+    return torch.where(index >= 0, values.gather(-1, expanded), -1)
+
+
+def count_positions(real: Tensor, segments: Tensor | None = None) -> Tensor:
+    """(B, K) bool -> (B, K) long: 0, 1, 2 ... over real tokens, restarting at each segment; padding repeats."""
+    count = (real.cumsum(1) - 1).clamp(min=0)
+    if segments is None:
+        return count
+    before = torch.nn.functional.pad(segments[:, :-1], (1, 0), value=-2)
+    first = torch.where(segments != before, count, 0).cummax(1).values
+    return count - first
+
+
+def packed_segments(position_ids: Tensor) -> Tensor | None:
+    """Samples of a row whose positions restart, as transformers reads them; None where nothing restarts."""
+    restarts = torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0))
+    return restarts.cumsum(-1) if bool(restarts.any()) else None
+
+
+def block_causal_mask(segments: Tensor, eager_dtype: torch.dtype | None) -> Tensor:
+    """(B, F) segments -> (B, 1, F, F): causal inside a segment. Bool, or additive in ``eager_dtype``.
+
+    Padding (-1) sees itself, so that no row is without keys.
+    """
+    length = segments.shape[1]
+    same = segments[:, :, None] == segments[:, None, :]
+    mask = (same & torch.ones(length, length, dtype=torch.bool, device=segments.device).tril())[:, None]
+    if eager_dtype is None:
+        return mask
+    bias = torch.zeros(mask.shape, dtype=eager_dtype, device=mask.device)
+    return bias.masked_fill(~mask, torch.finfo(eager_dtype).min)
+
+
+def _plain_tail(source: Tensor, length: int) -> int:
+    """How many trailing columns hold the same token before and after the fusion, in every row."""
+    shared = min(source.shape[1], length)
+    if not shared:
+        return 0
+    wanted = torch.arange(length - shared, length, device=source.device)
+    same = (source[:, -shared:] == wanted).all(0)
+    return int(same.flip(0).cumprod(0).sum())

@@ -1,0 +1,1 @@
+"""Caches, sessions and video streams."""
