@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         save_fusion,
         unfuse,
     )
+    from crossfuse.backbones.composed import VisionLanguageModel
     from crossfuse.compress import MeanPool
     from crossfuse.fusion import FUSIONS, Fusion, make_fusion
     from crossfuse.fusions.anchors import ImageAnchors, TextAnchors
@@ -40,6 +41,7 @@ _EXPORTS = {
         "save_fusion",
         "unfuse",
     ),
+    "crossfuse.backbones.composed": ("VisionLanguageModel",),
     "crossfuse.compress": ("MeanPool",),
     "crossfuse.fusion": ("FUSIONS", "Fusion", "make_fusion"),
     "crossfuse.fusions.anchors": ("ImageAnchors", "TextAnchors"),
@@ -59,6 +61,7 @@ __all__ = [
     "Insertion",
     "MeanPool",
     "TextAnchors",
+    "VisionLanguageModel",
     "calibrate_threshold",
     "explain_anchors",
     "from_pretrained",

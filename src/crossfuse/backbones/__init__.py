@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from crossfuse.backbones.base import Backbone
+from crossfuse.backbones.composed import ComposedBackbone
 from crossfuse.backbones.llava import LlavaBackbone
 from crossfuse.backbones.qwen2_5_vl import QwenVLBackbone
 

@@ -49,16 +49,21 @@ class CrossLayer(nn.Module):
         rope: tuple[Tensor, Tensor] | None,
         cached: FusedLayer | None,
         attention: Any,
+        projected: dict[str, Tensor] | None = None,
     ) -> Tensor:
-        """hidden_states (B, F, d), already normalised -> what the branch adds, (B, F, d); exactly 0 without an image."""
+        """What the branch adds to the residual, (B, F, d); exactly 0 where no image is visible.
+
+        hidden_states (B, F, d) are already normalised. ``projected`` holds q, k, v of all tokens where the projections
+        are shared and self-attention has computed them.
+        """
         weights = attention if self.shared else self
         flat = hidden_states.flatten(0, 1)
-        x = flat if context.active is None else flat[context.active]
-        query = _heads(weights, "q", x, attention.head_dim)
+        query = self._queries(weights, flat, context, attention, projected)
         keys = values = None
-        if context.features is not None:
-            norm = attention._cross_norm if self.shared else self.norm
-            image = norm(context.features.to(hidden_states.device))
+        image = context.image_states(attention.layer_idx)
+        if image is not None:
+            norm = attention._cross_block.input_layernorm if self.shared else self.norm
+            image = norm(image.to(hidden_states.device))
             keys, values = (_heads(weights, n, image, attention.head_dim) for n in "kv")
             if context.image_rope is not None:
                 keys = context.rotate(attention, keys[None], *context.image_rope)[0]
@@ -70,8 +75,7 @@ class CrossLayer(nn.Module):
             assert rope is not None
             cos, sin = rope
             query = context.rotate(attention, query[None], *context.query_rope(cos, sin))[0]
-            text = (_heads(weights, n, hidden_states, attention.head_dim) for n in "kv")
-            new_keys, new_values = text
+            new_keys, new_values = (_heads(weights, n, hidden_states, attention.head_dim, projected) for n in "kv")
             new_keys = context.rotate(attention, new_keys, cos, sin)
             text_keys, text_values = context.text_pool(cached, new_keys, new_values)
         if context.active is not None and not len(context.active) and not self.training:
@@ -86,29 +90,65 @@ class CrossLayer(nn.Module):
             out = torch.zeros_like(flat).index_copy(0, context.active, out.to(flat.dtype))
         return out.view_as(hidden_states)
 
+    def _queries(
+        self, weights: Any, flat: Tensor, context: CrossContext, attention: Any, projected: dict[str, Tensor] | None
+    ) -> Tensor:
+        """(A, H, D) queries before rotary embedding, of the tokens that see something."""
+        if projected is not None:
+            given = projected["q"].flatten(0, 1)
+            projected = {"q": given if context.active is None else given[context.active]}
+            return _heads(weights, "q", flat, attention.head_dim, projected)
+        return _heads(weights, "q", flat if context.active is None else flat[context.active], attention.head_dim)
+
 
 class FusedAttention(Swapped):
     """Self-attention over text, plus the cross-attention branch of its block where it has one."""
 
     def forward(self, hidden_states: Tensor, *args: Any, vision: CrossContext | None = None, **kwargs: Any) -> Any:
-        cross = self._modules.get("cross")  # type: ignore[attr-defined]
-        if vision is None or cross is None:
+        if vision is None:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        vision.update_images(self)
+        cross = self._modules.get("cross")  # type: ignore[attr-defined]
+        if cross is None:
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        projected = None
+        if self._cross_shares:  # type: ignore[attr-defined]
+            projected = {n: getattr(self, f"{n}_proj")(hidden_states) for n in "qkv"}
         if self._cross_replaces:  # type: ignore[attr-defined]
             out, scores = None, None
+        elif projected is not None:
+            out, scores = _with_projections(self, projected).forward(hidden_states, *args, **kwargs)
         else:
             out, scores = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         cache = kwargs.get("cache")
         cached = None if cache is None else cache.layers[self.layer_idx]  # type: ignore[attr-defined]
-        added = cross(hidden_states, vision, kwargs.get("position_embeddings"), cached, self)
+        rope = kwargs.get("position_embeddings")
+        added = cross(hidden_states, vision, rope, cached, self, projected)
         return (added if out is None else out + added), scores
 
 
-def _heads(weights: Any, kind: str, x: Tensor, head_dim: int) -> Tensor:
+def _with_projections(attention: Any, projected: dict[str, Tensor]) -> Any:
+    """The stock attention module for one call, whose q, k, v are computed already (LoRA and quantisation included).
+
+    A shell around the same weights: nothing is set on the module itself, so calls and threads stay apart.
+    """
+    base = type(attention)._fused_base
+    shell = object.__new__(base)
+    shell.__dict__.update(attention.__dict__)
+    modules = dict(attention._modules)
+    for name, value in projected.items():
+        modules.pop(f"{name}_proj")
+        shell.__dict__[f"{name}_proj"] = lambda _, value=value: value
+    shell.__dict__["_modules"] = modules
+    return shell
+
+
+def _heads(weights: Any, kind: str, x: Tensor, head_dim: int, projected: dict[str, Tensor] | None = None) -> Tensor:
     """Project (..., d) to (..., H or G, D), with the block's q/k norm where it has one."""
-    projected: Tensor = getattr(weights, f"{kind}_proj")(x).unflatten(-1, (-1, head_dim))
+    flat: Tensor = getattr(weights, f"{kind}_proj")(x) if projected is None else projected[kind]
+    heads = flat.unflatten(-1, (-1, head_dim))
     norm = getattr(weights, f"{kind}_norm", None)
-    return projected if norm is None else norm(projected)
+    return heads if norm is None else norm(heads)
 
 
 def _touch(weights: Any, hidden: Tensor, keys: Tensor | None, values: Tensor | None, gate: Tensor | None) -> Tensor:

@@ -41,6 +41,28 @@ class CrossContext:
     text_stored: int  # columns that the cache keeps
     window: WindowState | None  # the cache's state after this call
     touch: bool = False  # training without any image: only touch the parameters
+    updated: list[Tensor | None] | None = None  # image states before every block, each written once (CA+FFN)
+
+    def image_states(self, block: int) -> Tensor | None:
+        """(N, d) image tokens as this block sees them."""
+        if self.updated is None or self.features is None:
+            return self.features
+        return self.updated[block]
+
+    def update_images(self, attention: Any) -> None:
+        """y_{l+1} = y_l + FFN_l(norm_l(y_l)), with the block's own norm and FFN, unless no later block reads it.
+
+        Slots are written once and never changed: recomputation under checkpointing reads the states of its own block.
+        """
+        block = attention.layer_idx
+        if self.updated is None or block + 1 >= len(self.updated):
+            return
+        states = self.updated[block]
+        assert states is not None
+        layer = attention._cross_block
+        following = states + layer.mlp(layer.post_attention_layernorm(states))
+        if self.updated[block + 1] is None:
+            self.updated[block + 1] = following
 
     def rotate(self, attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x (B, T, H, D)."""
@@ -115,7 +137,7 @@ def cross_context(
             "into the window of the text that follows"
         )
     if sequence.image_features is None and state is None and not (fusion.replace and fusion.joint_text):
-        return _without_images(fusion, backbone, sequence)
+        return _without_images(fusion, backbone, backbone.decoder(body), sequence)
     seen = _Visibility(fusion, fused, state)
     rope = shift = None
     decoder = backbone.decoder(body)
@@ -145,16 +167,40 @@ def cross_context(
         text_order=seen.text_order,
         text_stored=0 if window is None else int(window.text_counts.max()),
         window=window,
+        updated=_slots(fusion, decoder, sequence.image_features),
     )
 
 
-def _without_images(fusion: CrossAttention, backbone: Backbone, sequence: MultimodalSequence) -> CrossContext | None:
+def _without_images(
+    fusion: CrossAttention, backbone: Backbone, decoder: Any, sequence: MultimodalSequence
+) -> CrossContext | None:
     dummy = sequence.dummy_features
     if dummy is None and not fusion.replace:
         return None
     nothing = torch.zeros(0, dtype=torch.long, device=sequence.input_ids.device)
-    empty = Windows(nothing, nothing, nothing)
-    return CrossContext(backbone, empty, nothing, dummy, None, None, None, None, None, 0, None, touch=dummy is not None)
+    return CrossContext(
+        backbone=backbone,
+        windows=Windows(nothing, nothing, nothing),
+        active=nothing,
+        features=dummy,
+        image_rope=None,
+        image_order=None,
+        image_store=None,
+        image_shift=None,
+        text_order=None,
+        text_stored=0,
+        window=None,
+        touch=dummy is not None,
+        updated=_slots(fusion, decoder, dummy),
+    )
+
+
+def _slots(fusion: CrossAttention, decoder: Any, features: Tensor | None) -> list[Tensor | None] | None:
+    """One slot of image states a block, up to the last block with cross-attention."""
+    if not fusion.update_images or features is None:
+        return None
+    last = fusion.layer_indices(len(decoder.layers))[-1]
+    return [features, *[None] * last]
 
 
 class _Visibility:

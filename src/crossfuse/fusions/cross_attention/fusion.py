@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from crossfuse.fusion import Fusion
+from crossfuse.fusion import Fusion, nearest
 from crossfuse.swap import refuse_untouchable, restore, swap
 
 if TYPE_CHECKING:
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 
 GATES = ("none", "tanh")
 VIDEO_WINDOWS = ("frame", "all")
+PRESETS: dict[str, dict[str, Any]] = {
+    "CA": {},
+    "CA-link": {"share_projections": True},
+    "CA_t+v": {"joint_text": True},
+    "CA-feather": {"every": 2, "replace": True},
+    "CA_t+v-feather": {"every": 2, "replace": True, "joint_text": True},
+    "CA+FFN": {"update_images": True},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +36,7 @@ class CrossAttention(Fusion):
     joint_text: D2, CA_t+v: one softmax over the window's image and its text (eq. 4) instead of the image alone (eq. 2).
     every: D3, cross-attention in the last block of each group of this many.
     replace: D3, CA^feather: cross-attention takes the place of self-attention in its blocks (needs ``every`` >= 2).
-    update_images: D4, image tokens pass through every block's feed-forward network. Not yet.
+    update_images: D4, CA+FFN: image tokens pass through every block's feed-forward network, with the block's own norm.
     history: D5, how many windows of images are visible; None shows all.
     video_windows: D5, ``"all"`` puts every frame of a video into the window of the text that follows. ``"frame"`` (one
         window a frame) is not yet implemented: with it, image input works and video input is refused.
@@ -62,12 +70,16 @@ class CrossAttention(Fusion):
             raise ValueError(f"gate must be one of {', '.join(GATES)}; got {self.gate!r}")
         if self.video_windows not in VIDEO_WINDOWS:
             raise ValueError(f"video_windows must be one of {', '.join(VIDEO_WINDOWS)}; got {self.video_windows!r}")
-        for field, value, default in (
-            ("update_images", self.update_images, False),
-            ("gist_tokens", self.gist_tokens, 0),
-        ):
+        for field, value, default in (("gist_tokens", self.gist_tokens, 0),):
             if value != default:
                 raise NotImplementedError(f"{field}={value!r} is not yet implemented; leave it at {default!r}")
+
+    @classmethod
+    def preset(cls, name: str, **fields: Any) -> CrossAttention:
+        """A configuration by the paper's name; ``fields`` change it further. ValueError with the nearest name."""
+        if name not in PRESETS:
+            raise ValueError(f"unknown preset {name!r}{nearest(name, PRESETS)}; known: {', '.join(PRESETS)}")
+        return cls(**{**PRESETS[name], **fields})
 
     @property
     def drops_images(self) -> bool:
@@ -82,8 +94,16 @@ class CrossAttention(Fusion):
         if not self.layer_indices(len(decoder.layers)):
             raise ValueError(f"every must be at most the number of blocks, {len(decoder.layers)}; got {self.every}")
         for layer in decoder.layers:
+            self._check_block(layer)
             refuse_untouchable(layer.self_attn)
             self._check_attention(layer.self_attn)
+
+    def _check_block(self, layer: Any) -> None:
+        missing = [n for n in ("input_layernorm", "post_attention_layernorm", "mlp") if not hasattr(layer, n)]
+        if missing:
+            raise ValueError(
+                f"{type(layer).__name__} has no {', '.join(missing)}; cross-attention needs blocks like Llama's"
+            )
 
     def _check_attention(self, attention: Any) -> None:
         name = type(attention).__name__
@@ -110,11 +130,10 @@ class CrossAttention(Fusion):
             attention = layer.self_attn
             if index in chosen:
                 attention.cross = CrossLayer(self, attention, layer.input_layernorm)
-                attention.__dict__["_cross_norm"] = (
-                    layer.input_layernorm
-                )  # seen, not registered: keys stay where they are
-                attention.__dict__["_cross_replaces"] = self.replace
-            attention.__dict__["_cross_backbone"] = backbone
+            # Seen by the attention module, not registered in it: state-dict keys stay where they are.
+            attention.__dict__.update(
+                _cross_block=layer, _cross_replaces=self.replace, _cross_shares=self.share_projections
+            )
             swap(attention, FusedAttention)
             if self.replace and index in chosen:
                 _freeze_replaced(attention, self)
@@ -126,7 +145,7 @@ class CrossAttention(Fusion):
             attention._modules.pop("cross", None)
             for parameter in attention.__dict__.pop("_cross_frozen", ()):
                 parameter.requires_grad_(True)
-            for name in ("_cross_norm", "_cross_replaces", "_cross_backbone"):
+            for name in ("_cross_block", "_cross_replaces", "_cross_shares"):
                 attention.__dict__.pop(name, None)
 
     def arrange(self, sequence: MultimodalSequence, cache: FusionCache | None) -> Layout | None:
