@@ -20,6 +20,7 @@ from crossfuse.sequence import (
     fuse_inputs,
     gather_by,
     packed_segments,
+    restarted,
 )
 from crossfuse.streaming.cache import FusionCache
 from crossfuse.swap import Swapped
@@ -103,8 +104,7 @@ class FusedBody(Swapped):
             return outputs
 
         layout = layout or sequence.plain_layout()
-        extra = torch.tensor(layout.extra_token_ids, dtype=torch.long, device=input_ids.device)
-        fused = fuse_inputs(sequence, layout, self.get_input_embeddings()(extra))  # type: ignore[attr-defined]
+        fused = fuse_inputs(sequence, layout, fusion.extra_embeddings(backbone, self, layout))  # type: ignore[arg-type]
         if sequence.dummy_features is not None and not fusion.drops_images:
             fused.inputs_embeds = fused.inputs_embeds + 0.0 * sequence.dummy_features.sum()
         outputs = self._decode(fused, cache if use_cache else None, use_cache, kwargs)
@@ -190,20 +190,25 @@ class FusedBody(Swapped):
         features, lengths, grids = None, [], []
         if images is not None and images.features:
             is_image = backbone.is_placeholder(self, input_ids) & valid
+            _check_counts(is_image, [len(tokens) for tokens in images.features])
             if position_ids is None and backbone.mrope:
                 position_ids = backbone.positions(self, input_ids, valid, arguments)
+                if position_ids is not None and segment_ids is not None:
+                    position_ids = restarted(position_ids, segment_ids)
             embeds, valid, is_image, features, lengths, grids = self._place(embeds, valid, is_image, images)
         start = torch.zeros(rows, dtype=torch.long, device=input_ids.device)
         if cache is not None and cache.next_position is not None:
             start = cache.next_position.to(input_ids.device)
         position_ids = self._user_positions(position_ids, valid, start, past, rows)
+        videos = [kind != backbone.placeholder_id(self) for kind in images.kinds] if images is not None else []
+        videos += [False] * (len(lengths) - len(videos))
         dummy = None
         if self._needs_dummy({}, None if images is None else {"image": images}):
             dummy = backbone.dummy_features(self)  # type: ignore[arg-type]
         return MultimodalSequence(
             input_ids=input_ids, embeds=embeds, valid=valid, is_image=is_image, image_features=features,
             image_lengths=lengths,
-            has_video=images is not None and images.videos is not None, image_grids=grids, position_ids=position_ids, start=start, segments=segment_ids,
+            is_video=videos, image_grids=grids, position_ids=position_ids, start=start, segments=segment_ids,
             **masks, special_ids=backbone.special_ids(self), dummy_features=dummy,
         )  # fmt: skip
 
@@ -231,7 +236,6 @@ class FusedBody(Swapped):
     def _place(self, embeds: Tensor, valid: Tensor, is_image: Tensor, images: EncodedImages) -> tuple[Any, ...]:
         """Image tokens into their placeholders; after compression the surplus placeholders of an image are void."""
         lengths = [len(tokens) for tokens in images.features]
-        _check_counts(is_image, lengths)
         compress, grids = self._fusion.compress, images.grids
         features = torch.cat(images.features).to(embeds.device)
         if compress is not None and not compress.is_identity:

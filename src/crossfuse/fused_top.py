@@ -40,7 +40,7 @@ class FusedTop(Swapped):
             kwargs["prompt_mask"] = prompt_before_labels(labels, kwargs.get("segment_ids"))
         if labels is not None and fusion.needs_prompt and "answer_starts" not in kwargs:
             kwargs["answer_starts"] = answer_starts(labels)
-        if labels is not None and fusion.drops_images and kwargs.get("input_ids") is not None:
+        if labels is not None and fusion.needs_delimiter and kwargs.get("input_ids") is not None:
             check_supervision(kwargs["input_ids"], labels, kwargs.get("attention_mask"), backbone.placeholder_ids(body))
         if return_logits is False and labels is not None:
             return self._loss_alone(kwargs)
@@ -86,11 +86,16 @@ class FusedTop(Swapped):
             if fusion.needs_prompt and not fusion.is_identity and kwargs.get("prompt_mask") is None:
                 kwargs["prompt_mask"] = torch.ones_like(ids, dtype=torch.bool)
             chunk = _chunk_size(kwargs, self.generation_config)  # type: ignore[attr-defined]
-            if chunk and backbone.mrope and getattr(fusion, "joint_text", False):
+            if chunk and fusion.compress is not None and not fusion.compress.is_identity:
                 raise ValueError(
-                    f"prefill_chunk_size={chunk} would split image grids, which joint_text lays out as a whole; use None"
+                    f"prefill_chunk_size={chunk} would cut images before {fusion.compress.name} sees them; use "
+                    "prefill_chunk_size=None"
                 )
-            if fusion.drops_images:
+            if chunk and fusion.needs_whole_images(backbone):
+                raise ValueError(
+                    f"prefill_chunk_size={chunk} would split images, which {fusion} takes as a whole; use None"
+                )
+            if fusion.needs_delimiter:
                 check_generation_prompt(ids, kwargs.get("attention_mask"), backbone.placeholder_ids(body))
         return super().generate(inputs, **kwargs)  # type: ignore[misc]
 
@@ -112,6 +117,17 @@ class FusedTop(Swapped):
         made = model_kwargs.get("cache")
         if made is not None and not isinstance(made, FusionCache):
             model_kwargs["cache"] = FusionCache(len(body._backbone.decoder(body).layers))
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+        """The positions of a prefill in ``generate`` are those of a forward."""
+        made: Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)  # type: ignore[misc]
+        body, ids = self.model, model_kwargs.get("input_ids")  # type: ignore[attr-defined]
+        ids = inputs_tensor if ids is None else ids
+        if body._fusion.is_identity or made.ndim != 3 or made.shape[-1] != ids.shape[1] or ids.is_floating_point():
+            return made
+        mask = model_kwargs.get("attention_mask")
+        valid = torch.ones_like(ids).bool() if mask is None else mask[:, -ids.shape[1] :].bool()
+        return torch.cat([made[:1], body._backbone.mended_positions(body, ids, made[1:], valid)])
 
     def save_pretrained(
         self, save_directory: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any

@@ -7,8 +7,10 @@ import difflib
 import importlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from crossfuse.backbones.base import Backbone
     from crossfuse.compress import Compression
@@ -58,6 +60,23 @@ class Fusion:
     def arrange(self, sequence: MultimodalSequence, cache: FusionCache | None) -> Layout | None:
         """The fused order, or None where this call inserts and removes nothing."""
         raise NotImplementedError
+
+    @property
+    def needs_delimiter(self) -> bool:
+        """True where a token that follows an image directly could not be predicted from it."""
+        return False
+
+    def needs_whole_images(self, backbone: Backbone) -> bool:
+        """True where a prefill may not be cut inside an image."""
+        return self.compress is not None and not self.compress.is_identity
+
+    def extra_embeddings(self, backbone: Backbone, body: Any, layout: Layout) -> Tensor | None:
+        """(E, d) embeddings of the layout's extra tokens, or None."""
+        if not layout.extra_token_ids:
+            return None
+        table = body.get_input_embeddings()
+        embedded: Tensor = table(torch.tensor(layout.extra_token_ids, device=table.weight.device))
+        return embedded
 
     def prepare(self, backbone: Backbone, body: nn.Module, fused: FusedInputs, cache: FusionCache | None) -> Any:
         """State that travels with this one call as ``vision=`` through the decoder; None for sequence fusions."""

@@ -23,7 +23,7 @@ class MultimodalSequence:
     is_image: Tensor  # (B, L) bool, part of `valid`
     image_features: Tensor | None  # (N, d), in reading order over the whole batch
     image_lengths: list[int]  # tokens of each image, sum N
-    has_video: bool  # some of the items are videos
+    is_video: list[bool]  # of each image
     image_grids: list[tuple[int, int] | None]  # (rows, columns) of each image
     position_ids: Tensor | None  # (B, L) or (3, B, L): the user's
     start: Tensor  # (B,) long: position of the first token of this call
@@ -135,6 +135,23 @@ def left_padded(values: Tensor, keep: Tensor, key: Tensor | None = None) -> Tens
     return torch.where(keep.gather(1, order), values.gather(1, order), -1)
 
 
+def interleave(keep: Tensor, sources: Tensor, hosts: Tensor, ranks: Tensor, inserted: Tensor) -> Layout:
+    """The kept tokens in their order, and every inserted one behind its host, by rank.
+
+    keep (B, L) bool; sources, hosts (columns), ranks (1 to L + 1), inserted: (B, K). One sort by (host, rank).
+    """
+    rows, length = keep.shape
+    columns = torch.arange(length, device=keep.device).expand(rows, length)
+    stride = length + 2
+    key = torch.cat([columns * stride, hosts * stride + ranks], 1)
+    order = left_padded(
+        torch.arange(key.shape[1], device=key.device).expand_as(key), torch.cat([keep, inserted], 1), key
+    )
+    real, pick = order >= 0, order.clamp(min=0)
+    source = torch.where(real, torch.cat([columns, sources], 1).gather(1, pick), -1)
+    return Layout(source=source, host=torch.where(real, torch.cat([columns, hosts], 1).gather(1, pick), -1))
+
+
 def gather_by(values: Tensor, index: Tensor) -> Tensor:
     """(..., B, L) values at (B, F) indices; index -1 gives -1."""
     expanded = index.clamp(min=0).expand(*values.shape[:-2], *index.shape)
@@ -149,6 +166,14 @@ def count_positions(real: Tensor, segments: Tensor | None = None) -> Tensor:
     before = torch.nn.functional.pad(segments[:, :-1], (1, 0), value=-2)
     first = torch.where(segments != before, count, 0).cummax(1).values
     return count - first
+
+
+def restarted(positions: Tensor, segments: Tensor) -> Tensor:
+    """(3, B, K) positions counted over a packed row -> each sample's own, which start at 0 on all three axes."""
+    before = torch.nn.functional.pad(segments[:, :-1], (1, 0), value=-2)
+    columns = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+    first = torch.where(segments != before, columns, 0).cummax(1).values
+    return positions - positions.gather(-1, first.expand_as(positions))
 
 
 def packed_segments(position_ids: Tensor) -> Tensor | None:

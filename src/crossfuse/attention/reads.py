@@ -93,6 +93,17 @@ class Reads:
         return _ReadAll.apply(flat, self)  # type: ignore[no-any-return]
 
 
+def keep_in_graph(out: Tensor, unused: Sequence[Tensor]) -> Tensor:
+    """Ties inputs that nobody attends to to the output: their gradients are exactly zero, not None.
+
+    DDP waits for the gradient of every parameter, also in a step without images.
+    """
+    for tensor in unused:
+        if tensor.requires_grad:
+            out = out + tensor[:0].sum()
+    return out
+
+
 class _ReadAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: Tensor, reads: Reads) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ __all__ = ["Backbone", "backbone_for", "supported_architectures"]
 _BACKBONES: tuple[Backbone, ...] = (
     LlavaBackbone(),
     QwenVLBackbone(),
+    ComposedBackbone(),
 )
 
 

@@ -70,6 +70,10 @@ class Backbone:
         """(3, B, L) positions of the unfused model, or None where they are simply counted."""
         return None
 
+    def mended_positions(self, body: Any, input_ids: Tensor, positions: Tensor, valid: Tensor) -> Tensor:
+        """(3, B, L) positions as transformers makes them -> as the family's checkpoints were trained."""
+        return positions
+
     def special_ids(self, body: Any) -> tuple[int, ...]:
         """Tokens that are never copied: bos, eos, pad, placeholders."""
         config, text = body.config, body.config.get_text_config()

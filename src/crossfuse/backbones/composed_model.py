@@ -62,7 +62,9 @@ class VisionLanguageBody(ComposedPreTrainedModel):
             raise _needs_module("projector", config.projector_class)
         self.vision_tower: Any = AutoModel.from_config(config.vision_config) if vision is None else vision
         self.multi_modal_projector: Any = parts.build_projector(config) if projector is None else projector
-        self.language_model: Any = AutoModel.from_config(config.text_config) if language_model is None else language_model
+        self.language_model: Any = (
+            AutoModel.from_config(config.text_config) if language_model is None else language_model
+        )
         self.post_init()
 
     def train(self, mode: bool = True) -> VisionLanguageBody:
@@ -127,13 +129,13 @@ class VisionLanguageBody(ComposedPreTrainedModel):
         if images is None and pixel_values is not None:
             images = self.get_image_features(pixel_values, image_grid_thw, return_dict=True)
         if images is not None:
-            inputs_embeds = self._place(input_ids, inputs_embeds, images.pooler_output)
+            inputs_embeds = self._scatter_images(input_ids, inputs_embeds, images.pooler_output)
         outputs = self.language_model(
             attention_mask=attention_mask, position_ids=position_ids, cache=cache, inputs_embeds=inputs_embeds, **kwargs
         )
         return MultimodalBaseModelOutputWithPast(**outputs, image_outputs=images)
 
-    def _place(self, input_ids: Tensor | None, embeds: Tensor, images: list[Tensor]) -> Tensor:
+    def _scatter_images(self, input_ids: Tensor | None, embeds: Tensor, images: list[Tensor]) -> Tensor:
         if input_ids is None:
             raise ValueError("images need input_ids: inputs_embeds alone do not show where they belong")
         places = input_ids == self.config.image_token_id
@@ -164,7 +166,9 @@ class VisionLanguageModel(ComposedPreTrainedModel, GenerationMixin):
         super().__init__(config)
         text_config: Any = config.text_config
         self.model = VisionLanguageBody(config, language_model, vision, projector)
-        self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False) if lm_head is None else lm_head
+        self.lm_head = (
+            nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False) if lm_head is None else lm_head
+        )
         self.post_init()
 
     @classmethod
@@ -198,12 +202,16 @@ class VisionLanguageModel(ComposedPreTrainedModel, GenerationMixin):
         """
         llm, tokenizer = parts.load_llm(llm, tokenizer, dtype)
         vision, image_processor = parts.load_vision(vision, image_processor, dtype)
+        parts.take_llm_apart(llm)  # refuse what does not fit before anything is changed
         token_id = parts.add_placeholder(llm, tokenizer, image_token)
         body, head = parts.take_llm_apart(llm)
+        expected = _text_logits(llm, body)
         side = None if parts.takes_grid(vision) else parts.input_size(vision, image_processor, image_size)
         shape = parts.probe(vision, side, vision_feature_layer)
         custom = isinstance(projector, nn.Module)
         described = isinstance(vision, PreTrainedModel)
+        own = [c for c in (llm.config, getattr(vision, "config", None)) if c is not None]
+        attention = [c._attn_implementation for c in own]
         config = ComposedConfig(
             text_config=llm.config,
             vision_config=vision.config if described else None,
@@ -218,6 +226,9 @@ class VisionLanguageModel(ComposedPreTrainedModel, GenerationMixin):
             projector_class=type(projector).__name__ if custom else None,
             tie_word_embeddings=head.weight is body.embed_tokens.weight,
         )
+        for part_config, implementation in zip(own, attention, strict=True):
+            # A new composite config writes its own choice (none yet) into the parts, which are built already.
+            part_config._attn_implementation_internal = implementation
         for part in (body, head, vision, projector):
             for module in part.modules() if isinstance(part, nn.Module) else ():
                 module._is_hf_initialized = True  # type: ignore[assignment]
@@ -225,7 +236,7 @@ class VisionLanguageModel(ComposedPreTrainedModel, GenerationMixin):
         _check_projector(model)
         if not custom:
             model.model.multi_modal_projector.to(device=head.weight.device, dtype=head.weight.dtype)
-        _check_text(model, llm)
+        _check_text(model, type(llm).__name__, expected)
         generation = llm.generation_config.to_dict()
         suppressed = {*(generation.get("suppress_tokens") or ()), token_id}
         model.generation_config.update(**{**generation, "suppress_tokens": sorted(suppressed)})
@@ -286,7 +297,11 @@ class VisionLanguageModel(ComposedPreTrainedModel, GenerationMixin):
     ) -> Any:
         """Beams repeat an image's grid with its tokens."""
         images = mm_encoder_output.get("image")
-        grids = {} if images is None or images.grids is None else dict(zip(map(id, images.pooler_output), images.grids, strict=True))
+        grids = (
+            {}
+            if images is None or images.grids is None
+            else dict(zip(map(id, images.pooler_output), images.grids, strict=True))
+        )
         expanded = super()._expand_multimodal_outputs(input_ids, mm_encoder_output, *args, **kwargs)
         if grids:
             images.grids = [grids[id(tokens)] for tokens in images.pooler_output]
@@ -309,22 +324,29 @@ def _check_projector(model: VisionLanguageModel) -> None:
     try:
         made = projector(weight.new_zeros(2, model.config.vision_hidden_size)).shape[-1]
     except RuntimeError as error:
-        raise ValueError(f"the projector refuses image tokens of width {model.config.vision_hidden_size}: {error}") from None
+        raise ValueError(
+            f"the projector refuses image tokens of width {model.config.vision_hidden_size}: {error}"
+        ) from None
     if made != wanted:
         raise ValueError(f"the projector makes tokens of width {made}; the LLM's width is {wanted}")
 
 
 @torch.no_grad()
-def _check_text(model: VisionLanguageModel, llm: Any) -> None:
+def _text_logits(model: Any, body: nn.Module) -> Tensor:
+    """Logits of four tokens, in eval mode."""
+    training = model.training
+    model.eval()
+    rows = body.get_input_embeddings().weight  # type: ignore[operator]
+    ids = torch.arange(1, 5, device=rows.device)[None] % len(rows)
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    model.train(training)
+    return logits
+
+
+def _check_text(model: VisionLanguageModel, name: str, expected: Tensor) -> None:
     """ValueError where the LLM does something to its logits (soft caps, scales) that the composed model would not."""
-    modes = llm.training
-    llm.eval()
-    ids = torch.arange(1, 5, device=model.lm_head.weight.device)[None] % model.lm_head.weight.shape[0]
-    expected = llm(input_ids=ids, use_cache=False).logits
-    same = torch.equal(model(input_ids=ids, use_cache=False).logits, expected)
-    llm.train(modes)
-    if not same:
+    if not torch.equal(_text_logits(model, model.model.language_model), expected):
         raise ValueError(
-            f"{type(llm).__name__} changes its logits after the head (a soft cap or a scale), which a composed model would "
-            "lose; take another LLM (Llama, Mistral, Qwen2, Qwen3, Helium, SmolLM, ...)"
+            f"{name} changes its logits after the head (a soft cap or a scale), which a composed model would lose; take "
+            "another LLM (Llama, Mistral, Qwen2, Qwen3, Helium, SmolLM, ...)"
         )

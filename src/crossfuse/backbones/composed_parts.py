@@ -75,7 +75,7 @@ def take_llm_apart(llm: Any) -> tuple[nn.Module, nn.Module]:
         )
     if head.bias is not None:
         raise ValueError(f"{name} has a bias in its output head, which composed models have not; take another LLM")
-    if MODEL_MAPPING.get(type(llm.config)) is not type(body):
+    if MODEL_MAPPING.get(type(llm.config), None) is not type(body):
         raise ValueError(f"{name} cannot be composed: AutoModel does not build {type(body).__name__} from its config")
     if getattr(llm.config, "quantization_config", None) is not None and "gguf" in str(llm.config.quantization_config):
         del llm.config.quantization_config  # the weights are ordinary ones by now
@@ -89,11 +89,13 @@ def add_placeholder(llm: Any, tokenizer: Any, image_token: str = IMAGE_TOKEN) ->
         token_id = rows
     else:
         if image_token not in tokenizer.get_vocab():
-            tokenizer.add_special_tokens({"additional_special_tokens": [image_token]}, replace_extra_special_tokens=False)
+            tokenizer.add_special_tokens(
+                {"additional_special_tokens": [image_token]}, replace_extra_special_tokens=False
+            )
         token_id = int(tokenizer.convert_tokens_to_ids(image_token))
     if token_id >= rows:
         trains = [p.requires_grad for p in (llm.get_input_embeddings().weight, llm.get_output_embeddings().weight)]
-        llm.resize_token_embeddings(token_id + 1, mean_resizing=False)
+        llm.resize_token_embeddings(token_id + 1, pad_to_multiple_of=1, mean_resizing=False)
         with torch.no_grad():
             for embeddings, train in zip(
                 (llm.get_input_embeddings(), llm.get_output_embeddings()), trains, strict=True
@@ -182,7 +184,7 @@ def probe(vision: Any, side: int | None, layer: int | None) -> VisionShape:
 
 
 def build_projector(config: ComposedConfig) -> nn.Module:
-    """"mlp": two layers, as LLaVA-1.5's; "linear": one."""
+    """ "mlp": two layers, as LLaVA-1.5's; "linear": one."""
     text_config: Any = config.text_config
     width, hidden = config.vision_hidden_size, text_config.hidden_size
     if config.projector == "linear":

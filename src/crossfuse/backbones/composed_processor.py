@@ -73,9 +73,7 @@ class ComposedProcessor(ProcessorMixin):
                 f"the tokenizer has no token {model.config.image_token_id}, the model's image placeholder; pass tokenizer= "
                 "to VisionLanguageModel.compose, which adds it"
             )
-        return cls(
-            image_processor, tokenizer, patch_size=model.config.image_stride, image_token=str(token), **kwargs
-        )
+        return cls(image_processor, tokenizer, patch_size=model.config.image_stride, image_token=str(token), **kwargs)
 
     def prepare_inputs_layout(self, images: Any = None, text: Any = None, **kwargs: Any) -> Any:
         """As the base class, with the delimiter after every image of ``text`` that lacks it."""
@@ -91,6 +89,8 @@ class ComposedProcessor(ProcessorMixin):
             patches = int(image_inputs["image_grid_thw"][image_idx].prod())
             return self.image_token * (patches // self.image_processor.merge_size**2)
         if self.patch_size is None:
-            raise ValueError("patch_size is None, so image tokens cannot be counted; build the processor with for_model")
+            raise ValueError(
+                "patch_size is None, so image tokens cannot be counted; build the processor with for_model"
+            )
         height, width = get_image_size(to_numpy_array(image_inputs["pixel_values"][image_idx]))
         return self.image_token * ((height // self.patch_size) * (width // self.patch_size))

@@ -83,7 +83,10 @@ class QwenVLBackbone(Backbone):
         position_ids, _ = body.get_rope_index(
             input_ids, kinds, **grids, second_per_grid_ts=arguments.get("second_per_grid_ts"), attention_mask=valid
         )
-        return position_ids  # type: ignore[no-any-return]
+        return self.mended_positions(body, input_ids, position_ids, valid)
+
+    def mended_positions(self, body: Any, input_ids: Tensor, positions: Tensor, valid: Tensor) -> Tensor:
+        return _text_above_videos(positions, input_ids == body.config.video_token_id, valid)
 
     def dummy_features(self, body: Any) -> Tensor:
         config, visual = body.config.vision_config, body.visual
@@ -123,3 +126,21 @@ class QwenVLBackbone(Backbone):
             return [None] * len(items)
         merge = body.visual.spatial_merge_size
         return [(t * (h // merge), w // merge) for t, h, w in grid.tolist()]
+
+
+def _text_above_videos(positions: Tensor, is_video: Tensor, valid: Tensor) -> Tensor:
+    """(3, B, L): what follows a video starts above its largest position, as the checkpoints were trained.
+
+    transformers 5 counts on by max(height, width) alone, so that the text after a video of many frames would get
+    positions that the frames have too.
+    """
+    lifted = positions.clone()
+    for row in is_video.any(1).nonzero()[:, 0].tolist():
+        columns = valid[row].nonzero()[:, 0]
+        video = is_video[row, columns]
+        ends = (video[:-1] & ~video[1:]).nonzero()[:, 0].tolist()
+        for end in ends:
+            following = columns[end + 1 :]
+            missing = lifted[:, row, columns[: end + 1]].max() + 1 - lifted[:, row, following[0]].min()
+            lifted[:, row, following] += missing.clamp(min=0)
+    return lifted

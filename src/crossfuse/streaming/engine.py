@@ -102,8 +102,8 @@ class Engine:
             if joined is not None and len(busy) < len(streams):
                 raise ValueError("streams that share a cache must all have something to forward")
             self._forward([s for s, _ in busy], [p for _, p in busy], joined)
-        for stream in streams:
-            stream.pending = []
+            for stream, queue in zip(streams, queues, strict=True):  # an error later on finds these forwarded
+                stream.pending = [segment for piece in queue for segment in piece]
 
     def _check_ending(self, stream: Stream) -> None:
         if self.fusion.drops_images and stream.ends_with_image:

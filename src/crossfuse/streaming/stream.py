@@ -61,6 +61,10 @@ class Stream:
         return sum(len(segment) for segment in self.pending if isinstance(segment, list))
 
     @property
+    def pending_frames(self) -> int:
+        return sum(isinstance(segment, EncodedFrame) for segment in self.pending)
+
+    @property
     def is_new(self) -> bool:
         """Nothing was given yet."""
         return not self.runs and not self.pending and not self.frames

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from crossfuse.fusions.anchors.similarity import best_partner
-from crossfuse.sequence import Layout, left_padded
+from crossfuse.sequence import Layout, interleave
 
 COPY_ORDERS = ("algorithm", "prompt")
 
@@ -26,23 +26,14 @@ def order_with_copies(
     host stand in reverse order (``copy_order="algorithm"``); ``"prompt"`` keeps the prompt's. pauses_after (B, P) long:
     hosts of pause tokens, -1 for none; they stand behind all copies and have source L (the layout's extra token).
     """
-    rows, length = valid.shape
-    columns = torch.arange(length, device=valid.device).expand(rows, length)
+    length = valid.shape[1]
     rank = length - copied if copy_order == "algorithm" else copied + 1
-    stride = length + 2
     if pauses_after is not None:
         copied = torch.cat([copied, torch.full_like(pauses_after, length)], 1)
         stands_after = torch.cat([stands_after, pauses_after], 1)
         inserted = torch.cat([inserted, pauses_after >= 0], 1)
         rank = torch.cat([rank, torch.full_like(pauses_after, length + 1)], 1)
-    key = torch.cat([columns * stride, stands_after * stride + rank], 1)
-    keep = torch.cat([valid, inserted], 1)
-    order = left_padded(torch.arange(key.shape[1], device=key.device).expand_as(key), keep, key)
-    real = order >= 0
-    pick = order.clamp(min=0)
-    source = torch.where(real, torch.cat([columns, copied], 1).gather(1, pick), -1)
-    host = torch.where(real, torch.cat([columns, stands_after], 1).gather(1, pick), -1)
-    return Layout(source=source, host=host)
+    return interleave(valid, copied, stands_after, rank, inserted)
 
 
 def text_into_image(

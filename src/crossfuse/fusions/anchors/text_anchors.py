@@ -121,5 +121,10 @@ def place_copies(layout: Layout, sequence: MultimodalSequence, positions: str) -
     if positions == "sequential" and user.ndim == 2:
         return
     pause = layout.source >= sequence.input_ids.shape[1]
-    layout.position_ids = gather_by(user, layout.host).clamp(min=0) + pause.cumsum(1)
+    moved = pause.cumsum(1)
+    if sequence.segments is not None:  # a pause moves its own sample only
+        segments = gather_by(sequence.segments, layout.host)
+        before = torch.nn.functional.pad(segments[:, :-1], (1, 0), value=-2)
+        moved = moved - torch.where(segments != before, moved - pause.long(), 0).cummax(1).values
+    layout.position_ids = gather_by(user, layout.host).clamp(min=0) + moved
     layout.next_position = sequence.following_position() + pause.sum(1)

@@ -29,7 +29,7 @@ class CrossLayer(nn.Module):
     They live at ``...self_attn.cross.*``: projections, the block's input norm for image tokens, the gate.
     """
 
-    def __init__(self, fusion: CrossAttention, attention: Any, input_norm: nn.Module):
+    def __init__(self, fusion: CrossAttention, attention: Any, input_norm: nn.Module, gist_tokens: int = 0):
         super().__init__()
         self.shared = fusion.share_projections
         self.joint_text = fusion.joint_text
@@ -41,6 +41,11 @@ class CrossLayer(nn.Module):
         self.gate: nn.Parameter | None = None
         if fusion.gate == "tanh":
             self.gate = nn.Parameter(attention.o_proj.weight.new_zeros(1, dtype=_float_dtype(attention)))
+        self.gist: nn.Parameter | None = None  # the whole model's gists live in its first cross-attention block
+        if gist_tokens:
+            width = getattr(attention.q_proj, "in_features", attention.q_proj.weight.shape[-1])
+            start = torch.randn(gist_tokens, width, generator=torch.Generator().manual_seed(0)) * 0.02
+            self.gist = nn.Parameter(start.to(attention.o_proj.weight.device, _float_dtype(attention)))
 
     def forward(
         self,
@@ -68,7 +73,7 @@ class CrossLayer(nn.Module):
             if context.image_rope is not None:
                 keys = context.rotate(attention, keys[None], *context.image_rope)[0]
         if context.touch:
-            return _touch(weights, hidden_states, keys, values, self.gate)
+            return _touch(weights, hidden_states, keys, values, [p for p in (self.gate, self.gist) if p is not None])
         image_keys, image_values = context.image_pool(cached, keys, values, attention)
         text_keys = text_values = None
         if self.joint_text:
@@ -80,9 +85,15 @@ class CrossLayer(nn.Module):
             text_keys, text_values = context.text_pool(cached, new_keys, new_values)
         if context.active is not None and not len(context.active) and not self.training:
             return torch.zeros_like(hidden_states)
+        gists = 0 if context.gist_windows is None else context.gist_windows.query_count
+        main = query[: len(query) - gists]
         out = windowed_attention(
-            query, image_keys, image_values, context.windows, text_keys, text_values, scale=attention.scaling
+            main, image_keys, image_values, context.windows, text_keys, text_values, scale=attention.scaling
         )
+        if context.gist_windows is not None:
+            alone = query[len(main) :]
+            seen = windowed_attention(alone, image_keys, image_values, context.gist_windows, scale=attention.scaling)
+            out = torch.cat([out, seen])
         out = weights.o_proj(out.flatten(1))
         if self.gate is not None:
             out = torch.tanh(self.gate) * out
@@ -151,12 +162,13 @@ def _heads(weights: Any, kind: str, x: Tensor, head_dim: int, projected: dict[st
     return heads if norm is None else norm(heads)
 
 
-def _touch(weights: Any, hidden: Tensor, keys: Tensor | None, values: Tensor | None, gate: Tensor | None) -> Tensor:
+def _touch(
+    weights: Any, hidden: Tensor, keys: Tensor | None, values: Tensor | None, others: list[nn.Parameter]
+) -> Tensor:
     """Exact zeros that depend on every parameter, so that no rank of a distributed step lacks a gradient."""
-    out = weights.o_proj(weights.q_proj(hidden[:1, :1]))
-    total = out.sum() if keys is None or values is None else out.sum() + keys.sum() + values.sum()
-    if gate is not None:
-        total = total * torch.tanh(gate).sum() + gate.sum()
+    total = weights.o_proj(weights.q_proj(hidden[:1, :1])).sum()
+    for tensor in (keys, values, *others):
+        total = total if tensor is None else total + tensor.sum()
     return torch.zeros_like(hidden) + 0.0 * total.to(hidden.dtype)
 
 

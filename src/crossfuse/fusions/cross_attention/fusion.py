@@ -9,7 +9,7 @@ from crossfuse.fusion import Fusion, nearest
 from crossfuse.swap import refuse_untouchable, restore, swap
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from crossfuse.backbones.base import Backbone
     from crossfuse.fusions.cross_attention.context import CrossContext
@@ -38,9 +38,10 @@ class CrossAttention(Fusion):
     replace: D3, CA^feather: cross-attention takes the place of self-attention in its blocks (needs ``every`` >= 2).
     update_images: D4, CA+FFN: image tokens pass through every block's feed-forward network, with the block's own norm.
     history: D5, how many windows of images are visible; None shows all.
-    video_windows: D5, ``"all"`` puts every frame of a video into the window of the text that follows. ``"frame"`` (one
-        window a frame) is not yet implemented: with it, image input works and video input is refused.
-    gist_tokens: D5, learned tokens after an image. Not yet.
+    video_windows: D5, ``"frame"`` gives every frame of a video its own window, ``"all"`` puts all frames into the window of
+        the text that follows.
+    gist_tokens: D5, this many learned tokens after every image (every frame): one stream position and one self-attention
+        entry each; in cross-attention they see images alone, under joint_text too, and no text sees them there.
     gate: ``"tanh"`` is a zero-initialised gate (Flamingo's), for comparison.
     """
 
@@ -70,9 +71,8 @@ class CrossAttention(Fusion):
             raise ValueError(f"gate must be one of {', '.join(GATES)}; got {self.gate!r}")
         if self.video_windows not in VIDEO_WINDOWS:
             raise ValueError(f"video_windows must be one of {', '.join(VIDEO_WINDOWS)}; got {self.video_windows!r}")
-        for field, value, default in (("gist_tokens", self.gist_tokens, 0),):
-            if value != default:
-                raise NotImplementedError(f"{field}={value!r} is not yet implemented; leave it at {default!r}")
+        if isinstance(self.gist_tokens, bool) or not isinstance(self.gist_tokens, int) or self.gist_tokens < 0:
+            raise ValueError(f"gist_tokens must be at least 0; got {self.gist_tokens!r}")
 
     @classmethod
     def preset(cls, name: str, **fields: Any) -> CrossAttention:
@@ -84,6 +84,13 @@ class CrossAttention(Fusion):
     @property
     def drops_images(self) -> bool:
         return True
+
+    @property
+    def needs_delimiter(self) -> bool:
+        return self.gist_tokens == 0
+
+    def needs_whole_images(self, backbone: Backbone) -> bool:
+        return super().needs_whole_images(backbone) or self.gist_tokens > 0 or (backbone.mrope and self.joint_text)
 
     def layer_indices(self, layers: int) -> list[int]:
         """Blocks with cross-attention: the last of each group of ``every``."""
@@ -129,7 +136,8 @@ class CrossAttention(Fusion):
         for index, layer in enumerate(layers):
             attention = layer.self_attn
             if index in chosen:
-                attention.cross = CrossLayer(self, attention, layer.input_layernorm)
+                gists = self.gist_tokens if index == min(chosen) else 0
+                attention.cross = CrossLayer(self, attention, layer.input_layernorm, gists)
             # Seen by the attention module, not registered in it: state-dict keys stay where they are.
             attention.__dict__.update(
                 _cross_block=layer, _cross_replaces=self.replace, _cross_shares=self.share_projections
@@ -149,12 +157,19 @@ class CrossAttention(Fusion):
                 attention.__dict__.pop(name, None)
 
     def arrange(self, sequence: MultimodalSequence, cache: FusionCache | None) -> Layout | None:
-        from crossfuse.fusions.cross_attention.context import text_layout
+        from crossfuse.fusions.cross_attention.layout import text_layout
 
         seen = cache is not None and cache.window is not None
         if sequence.image_features is None and not seen and not self.replace:
             return None
-        return text_layout(sequence)
+        return text_layout(self, sequence)
+
+    def extra_embeddings(self, backbone: Backbone, body: Any, layout: Layout) -> Tensor | None:
+        if not self.gist_tokens:
+            return None
+        layers = backbone.decoder(body).layers
+        gists: Tensor = layers[self.layer_indices(len(layers))[0]].self_attn.cross.gist
+        return gists
 
     def prepare(
         self, backbone: Backbone, body: nn.Module, fused: FusedInputs, cache: FusionCache | None
