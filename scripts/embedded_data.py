@@ -12,6 +12,7 @@ import numpy as np
 from embedded_model import GRID, IMAGE_SIZE, PATCH_SIZE
 from PIL import Image, ImageDraw
 
+from crossfuse.data.easy_vqa import EasyVQA
 from crossfuse.data.questions import ask
 from crossfuse.data.scenes import COLOURS, KINDS, Scene, draw_shape, make_scene, render
 
@@ -104,11 +105,10 @@ def easy_vqa_pictures(processor: LlavaProcessor) -> tuple[Pictures, list[list[tu
     Colour and place come from the pixels, the kind of shape from the training answers; where these do not name it
     the kind is left open.
     """
-    import easy_vqa
-
-    paths = easy_vqa.get_train_image_paths()
+    data = EasyVQA("train")
+    paths = data.paths
     questions: dict[int, list[tuple[str, str]]] = defaultdict(list)
-    for text, answer, image_id in zip(*easy_vqa.get_train_questions(), strict=True):
+    for text, answer, image_id in zip(data.questions, data.answers, data.image_ids, strict=True):
         questions[image_id].append((text, answer))
     palette = {rgb: i for i, rgb in enumerate(COLOURS.values())}
     rows, asked = [], []

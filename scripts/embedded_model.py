@@ -20,13 +20,13 @@ GRID = IMAGE_SIZE // PATCH_SIZE
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", "<image>", "<|user|>", "<|assistant|>", "<|system|>")
 
 # Words of everyday prompts beyond those of the training texts, so that most stay short.
-EXTRA_WORDS = """user assistant one two three four five six seven eight nine ten none which where who when why how can
+_EXTRA_WORDS = """user assistant one two three four five six seven eight nine ten none which where who when why how can
 you see tell me about picture image photo scene video frame object objects thing things anything please answer say
 left right top bottom middle corner between next to near behind front inside over under big small large little same
 different it its this that these those there here at on with without from by for or if then not no yes i we they he
 she do does did have has was were be been will would should could color colour colours colors grey many much more
 less than moves moved moving appears appeared vanishes vanished changes changed shows show contain contains
-describe caption question square""".split()
+describe caption question square"""
 
 # One ordinary token (the line break) stands between an image and the words that follow it.
 CHAT_TEMPLATE = """{{- bos_token -}}
@@ -41,7 +41,8 @@ CHAT_TEMPLATE = """{{- bos_token -}}
 {%- elif message['content'] is string -%}{{- message['content'] -}}
 {%- else -%}
 {%- for part in message['content'] -%}
-{%- if part['type'] == 'image' -%}{{- '<image>\\n' -}}{%- elif part['type'] == 'text' -%}{{- part['text'] -}}{%- endif -%}
+{%- if part['type'] == 'image' -%}{{- '<image>\\n' -}}
+{%- elif part['type'] == 'text' -%}{{- part['text'] -}}{%- endif -%}
 {%- endfor -%}
 {%- endif -%}
 {%- endfor -%}
@@ -55,7 +56,7 @@ def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     pattern = r"\n|[a-z]+|[0-9]|[^\sa-z0-9]"
-    words = {word for text in texts for word in re.findall(pattern, text.lower())} | set(EXTRA_WORDS)
+    words = {word for text in texts for word in re.findall(pattern, text.lower())} | set(_EXTRA_WORDS.split())
     characters = [*string.ascii_lowercase, *string.digits, *string.punctuation]
     tokens = [*SPECIAL_TOKENS, "\n", *characters, *(f"##{c}" for c in string.ascii_lowercase)]
     tokens += sorted(words - set(tokens))

@@ -59,7 +59,7 @@ def shuffled(items: list[Item], seed: int = 0) -> list[Item]:
     """The same questions, each with another question's picture (a random cycle, so none keeps its own)."""
     order = list(range(len(items)))
     random.Random(seed).shuffle(order)
-    moved = {a: b for a, b in zip(order, order[1:] + order[:1], strict=True)}
+    moved = dict(zip(order, order[1:] + order[:1], strict=True))
     return [(items[moved[i]][0], *items[i][1:]) for i in range(len(items))]
 
 
@@ -73,7 +73,10 @@ def score(directory: Path, log: Callable[..., None] | None = None, limit: int = 
     print(row.format("data", "questions", "n", "right", "score", "with shuffled pictures"))
     for name, items in (("easy-vqa", easy_vqa_items(limit)), ("scenes", scene_items(scenes))):
         right: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
-        plain, mixed = list(generate(model, processor, items)), list(generate(model, processor, shuffled(items)))
+        plain, mixed = (
+            list(generate(model, processor, items)),
+            list(generate(model, processor, shuffled(items))),
+        )
         for (_, _, answer, group), a, b in zip(items, plain, mixed, strict=True):
             pair = (a.strip() == answer, b.strip() == answer)
             right[group].append(pair)
@@ -81,7 +84,10 @@ def score(directory: Path, log: Callable[..., None] | None = None, limit: int = 
                 right["all" if name == "easy-vqa" else "all but caption"].append(pair)
         for group, pairs in sorted(right.items()):
             n, hits, mixed_hits = len(pairs), sum(a for a, _ in pairs), sum(b for _, b in pairs)
-            print(row.format(name, group, n, hits, f"{hits / n:.1%}", f"{mixed_hits} = {mixed_hits / n:.1%}"), flush=True)
+            print(
+                row.format(name, group, n, hits, f"{hits / n:.1%}", f"{mixed_hits} = {mixed_hits / n:.1%}"),
+                flush=True,
+            )
             if log:
                 log("score", data=name, questions=group, n=n, right=hits, shuffled=mixed_hits)
 

@@ -5,7 +5,7 @@ Four stages, each resumed from ``--work`` if it is interrupted (docs/embedded-mo
 1. tower: the vision tower alone, on what each patch of a picture shows (colour, kind, place); its head is dropped.
 2. text: the language model alone, on questions and answers without pictures.
    Both together, with a fresh projector, are the *start* (``OUT/start``).
-3. joint: from the start, as an ordinary insertion model, on answers only; the tower is frozen for the first half.
+3. joint: from the start, as an ordinary insertion model, on answers only; the tower is frozen for the first 60 %.
    The result is ``OUT/model``.
 4. score: exact match by greedy ``generate`` on unseen data, with pictures shuffled between questions beside it.
 """
@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from embedded_data import (
     IGNORE,
     Pictures,
@@ -35,7 +34,9 @@ from embedded_data import (
 )
 from embedded_model import build_model, build_processor, build_tokenizer, start_as_convolution
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, layer_norm
 
+from crossfuse.data.easy_vqa import EasyVQA
 from crossfuse.data.questions import SceneQuestions
 from crossfuse.data.scenes import COLOURS, KINDS
 
@@ -52,10 +53,8 @@ class Run:
         self.work.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(options.seed)
         words = [text for i in range(1500) for turn in scene_turns(i, random.Random(i), 12) for text in turn]
-        import easy_vqa
-
-        questions, answers, _ = easy_vqa.get_train_questions()
-        self.tokenizer = build_tokenizer([*words, *questions, *answers])
+        public = EasyVQA("train")
+        self.tokenizer = build_tokenizer([*words, *public.questions, *public.answers])
         self.processor = build_processor(self.tokenizer)
         self.model = build_model(self.tokenizer)
         self.tower = self.model.model.vision_tower
@@ -175,7 +174,7 @@ def train_tower(run: Run) -> None:
     n_scenes, n_easy = len(run.scenes.pixels) - HELD_OUT, len(run.easy.pixels) - HELD_OUT
 
     def outputs(pixels: np.ndarray) -> tuple[torch.Tensor, ...]:
-        out = head(F.layer_norm(run.features(pixels), (128,)))
+        out = head(layer_norm(run.features(pixels), (128,)))
         return out.split([colours, kinds, 2, 1], dim=-1)  # type: ignore[no-any-return]
 
     def loss_of(step: int) -> torch.Tensor:
@@ -188,9 +187,9 @@ def train_tower(run: Run) -> None:
         colour_out, kind_out, centre_out, peak_out = outputs(pixels)
         covered = torch.from_numpy((colour >= 0) & (colour < colours - 1))
         loss = 5 * (centre_out - torch.from_numpy(centre))[covered].square().mean()
-        loss = loss + 2 * F.binary_cross_entropy_with_logits(peak_out[..., 0], torch.from_numpy(peak))
+        loss = loss + 2 * binary_cross_entropy_with_logits(peak_out[..., 0], torch.from_numpy(peak))
         for out, target, weight in ((colour_out, colour, weights[0]), (kind_out, kind, weights[1])):
-            loss = loss + F.cross_entropy(out.flatten(0, 1), torch.from_numpy(target).flatten(), weight=weight)
+            loss = loss + cross_entropy(out.flatten(0, 1), torch.from_numpy(target).flatten(), weight=weight)
         return loss
 
     @torch.no_grad()
@@ -199,7 +198,10 @@ def train_tower(run: Run) -> None:
         for name, pictures in (("scenes", run.scenes), ("easy", run.easy)):
             held = slice(-HELD_OUT, None)
             colour_out, kind_out, _, peak_out = outputs(pictures.pixels[held])
-            for what, out, target in (("colour", colour_out, pictures.colour), ("kind", kind_out, pictures.kind)):
+            for what, out, target in (
+                ("colour", colour_out, pictures.colour),
+                ("kind", kind_out, pictures.kind),
+            ):
                 goal = torch.from_numpy(target[held])
                 shown = (goal >= 0) & (goal < out.shape[-1] - 1)
                 result[f"{name}_{what}"] = (out.argmax(-1) == goal)[shown].float().mean().item()
@@ -225,14 +227,21 @@ def train_text(run: Run) -> None:
             turns += scene_turns(rng.randrange(run.options.scenes), rng, 6)
         texts = tokenizer([text for turn in turns for text in turn]).input_ids
         rows = [
-            [tokenizer.bos_token_id, user, *texts[2 * i], assistant, *texts[2 * i + 1], tokenizer.eos_token_id]
+            [
+                tokenizer.bos_token_id,
+                user,
+                *texts[2 * i],
+                assistant,
+                *texts[2 * i + 1],
+                tokenizer.eos_token_id,
+            ]
             for i in range(len(turns))
         ]
         longest = max(map(len, rows))
         ids = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
         labels = torch.tensor([row[1:] + [IGNORE] * (longest - len(row) + 1) for row in rows])
         hidden = llm(input_ids=ids, use_cache=False).last_hidden_state
-        return F.cross_entropy(run.model.lm_head(hidden).flatten(0, 1), labels.flatten())
+        return cross_entropy(run.model.lm_head(hidden).flatten(0, 1), labels.flatten())
 
     groups = [{"params": list(llm.parameters()), "lr": 1e-3}]
     optimise(run, "text", groups, run.options.text_steps, loss_of, llm, lambda step: {}, every=100)
@@ -267,10 +276,10 @@ def answer_logits(run: Run, pixels: np.ndarray, turns: list[Turns], train_tower:
 
 
 def train_joint(run: Run) -> None:
-    """Stage 3: an ordinary insertion model; tower frozen for the first half, then trained at a low rate."""
+    """Stage 3: an ordinary insertion model; tower frozen for 60 % of the steps, then trained at a low rate."""
     model, options = run.model, run.options
     n_easy = len(run.easy.pixels) - HELD_OUT
-    tower_from = options.joint_steps // 2
+    tower_from = round(options.joint_steps * 0.6)
 
     def loss_of(step: int) -> torch.Tensor:
         rng = random.Random(f"joint/{options.seed}/{step}")
@@ -280,7 +289,7 @@ def train_joint(run: Run) -> None:
         turns += [rng.sample(run.easy_turns[i], min(6, len(run.easy_turns[i]))) for i in easy]
         pixels = np.concatenate([run.scenes.pixels[seeds], run.easy.pixels[easy]])
         logits, labels, _ = answer_logits(run, pixels, turns, train_tower=step >= tower_from)
-        return F.cross_entropy(logits, labels)
+        return cross_entropy(logits, labels)
 
     watched = list(watch_set(run))
 
@@ -297,7 +306,7 @@ def train_joint(run: Run) -> None:
             run.export("model")
         return {name: float(np.mean(values)) for name, values in sorted(right.items())}
 
-    tower = [p for p in run.tower.parameters()]
+    tower = list(run.tower.parameters())
     rest = [p for n, p in model.named_parameters() if ".vision_tower." not in f".{n}"]
     groups = [{"params": rest, "lr": options.lr}, {"params": tower, "lr": options.lr * 0.15}]
     optimise(run, "joint", groups, options.joint_steps, loss_of, model, watch, every=250, decay=0.4)
@@ -307,7 +316,7 @@ def watch_set(run: Run) -> Iterator[tuple[np.ndarray, list[Turns], list[str]]]:
     """Validation scenes by kind of question, and held-out easy-VQA pictures: (pixels, turns, names) a batch."""
     from embedded_data import resize
 
-    data = SceneQuestions("validation", 600, seed=1)
+    data = SceneQuestions("validation", 360, seed=1)
     for first in range(0, len(data), 60):
         items = data[first : first + 60]
         pixels = np.stack([resize(image, run.processor) for image, _, _ in items])
@@ -321,11 +330,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/embedded"), help="checkpoints, cache and log")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--scenes", type=int, default=30000, help="training scenes")
-    parser.add_argument("--tower-steps", type=int, default=1500)
-    parser.add_argument("--text-steps", type=int, default=400)
-    parser.add_argument("--joint-steps", type=int, default=4000)
-    parser.add_argument("--batch", type=int, default=32, help="pictures a step of the joint stage")
+    parser.add_argument("--scenes", type=int, default=20000, help="training scenes")
+    parser.add_argument("--tower-steps", type=int, default=1000)
+    parser.add_argument("--text-steps", type=int, default=300)
+    parser.add_argument("--joint-steps", type=int, default=3200)
+    parser.add_argument("--batch", type=int, default=16, help="pictures a step of the joint stage")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--export-every", type=int, default=0, help="also write OUT/model every so many joint steps")
     options = parser.parse_args()

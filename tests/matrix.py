@@ -19,6 +19,12 @@ MATRIX: dict[str, list[xf.Fusion]] = {
         xf.TextAnchors(threshold=0.1, compress=xf.MeanPool(4)),
         xf.TextAnchors(threshold=1.0),
     ],
+    "image-anchors": [
+        xf.ImageAnchors(threshold=0.3),
+        xf.ImageAnchors(threshold=0.3, positions="inherit", copy_order="prompt"),
+        xf.ImageAnchors(threshold=0.3, pause_tokens=2, pause_token_id=5),
+        xf.ImageAnchors(threshold=1.0),
+    ],
     "cross-attention": [
         xf.CrossAttention(),
         xf.CrossAttention(joint_text=True),
@@ -28,6 +34,8 @@ MATRIX: dict[str, list[xf.Fusion]] = {
         xf.CrossAttention(every=2, replace=True),
         xf.CrossAttention(every=2, replace=True, joint_text=True),
         xf.CrossAttention(history=2, joint_text=True, compress=xf.MeanPool(4)),
+        xf.CrossAttention(update_images=True),
+        xf.CrossAttention(gist_tokens=2, joint_text=True),
     ],
 }
 

@@ -10,8 +10,9 @@ import math
 from typing import Any
 
 import torch
-from tiny import GRID, IMAGE
 from torch import Tensor
+
+from tiny import GRID, IMAGE
 
 
 def image_tokens(model: Any, pixel_values: Tensor | None, pool: int = 1) -> list[Tensor]:
@@ -65,8 +66,10 @@ def cross_attention_logits(model: Any, fusion: Any, ids: list[int], images: list
     ``images`` are the tokens of each image, after compression, before any norm.
     """
     decoder, theta = model.model.language_model, model.config.text_config.rope_parameters["rope_theta"]
-    # Windows: text token n -> window; window -> image tokens and their stream positions.
-    text, window_of, pictures, place, host = [], [], {0: []}, {0: []}, []
+    # Windows: stream token n (text, or a gist: None) -> window, image tokens of the window that stood before it;
+    # window -> image tokens and their stream positions.
+    text, window_of, before, pictures, place, host = [], [], [], {0: []}, {0: []}, []
+    gists = fusion.gist_tokens
     window, after_image, per_image, remaining = 0, False, list(images), 0
     for token in ids:
         if token == IMAGE:
@@ -78,19 +81,32 @@ def cross_attention_logits(model: Any, fusion: Any, ids: list[int], images: list
                 remaining = GRID * GRID
             remaining -= 1
             after_image = True
+            if remaining == 0 and gists:
+                new = len(pictures[window]) - len(place[window])
+                place[window] += [len(text) - new - 1 + i for i in range(1, new + 1)]
+                for _ in range(gists):
+                    text.append(None)
+                    window_of.append(window)
+                    before.append(len(pictures[window]))
         else:
             text.append(token)
             window_of.append(window)
+            before.append(len(pictures[window]))
             after_image = False
         host.append(len(text) - 1)
     for w in pictures:
-        if w:
+        if w and not gists:
             following = next((n for n, k in enumerate(window_of) if k >= w), len(text))
             count = len(pictures[w])
             place[w] = [following - count - 1 + i for i in range(1, count + 1)]
 
-    hidden = [decoder.embed_tokens(torch.tensor(token)) for token in text]
     chosen = [i for i in range(len(decoder.layers)) if i % fusion.every == fusion.every - 1]
+    gist = decoder.layers[chosen[0]].self_attn.cross.gist
+    number_of_gist = [sum(t is None for t in text[:n]) % max(gists, 1) for n in range(len(text))]
+    hidden = [
+        gist[number_of_gist[n]] if token is None else decoder.embed_tokens(torch.tensor(token))
+        for n, token in enumerate(text)
+    ]
     for number, layer in enumerate(decoder.layers):
         attention = layer.self_attn
         width, scale = attention.head_dim, attention.head_dim**-0.5
@@ -109,7 +125,8 @@ def cross_attention_logits(model: Any, fusion: Any, ids: list[int], images: list
                 own = window_of[n]
                 oldest = 1 if fusion.history is None else max(1, own - fusion.history + 1)
                 seen = [(y, p) for w in range(oldest, own + 1) for y, p in zip(pictures[w], place[w], strict=True)]
-                if not seen and not (fusion.replace and fusion.joint_text):
+                seen = seen[: len(seen) - len(pictures[own]) + before[n]]  # a gist: not the next image of its window
+                if not seen and not (fusion.replace and fusion.joint_text and text[n] is not None):
                     continue
                 query = heads(weights, "q", x[n], width)
                 keys = [heads(weights, "k", norm(y), width) for y, _ in seen]
@@ -118,13 +135,16 @@ def cross_attention_logits(model: Any, fusion: Any, ids: list[int], images: list
                     query = rotate(query, n, theta)
                     keys = [rotate(key, p, theta) for key, (_, p) in zip(keys, seen, strict=True)]
                     for m in range(n + 1):
-                        if window_of[m] == own:
+                        if window_of[m] == own and text[m] is not None and text[n] is not None:
                             keys.append(rotate(heads(weights, "k", x[m], width), m, theta))
                             values.append(heads(weights, "v", x[m], width))
                 out = weights.o_proj(attend(query, keys, values, scale))
                 added[n] = added[n] + (out if fusion.gate == "none" else torch.tanh(attention.cross.gate) * out)
         hidden = [h + a for h, a in zip(hidden, added, strict=True)]
         hidden = [h + layer.mlp(layer.post_attention_layernorm(h)) for h in hidden]
+        if fusion.update_images:
+            update = layer.mlp, layer.post_attention_layernorm
+            pictures = {w: [y + update[0](update[1](y)) for y in own] for w, own in pictures.items()}
     rows = [model.lm_head(decoder.norm(h)) for h in hidden]
     nothing = torch.zeros(model.lm_head.out_features)
     return torch.stack([nothing if n < 0 else rows[n] for n in host])
@@ -165,10 +185,10 @@ def text_anchor_logits(
     while column < len(ids):
         if ids[column] == IMAGE:
             count, tokens = left.pop(0)
-            for offset in range(GRID * GRID):  # after compression the surplus placeholders are void
-                if offset < count:
-                    features[column + offset] = tokens[offset]
-                    columns.append(column + offset)
+            void = GRID * GRID - count  # after compression the first placeholders of an image are void
+            for offset in range(count):
+                features[column + void + offset] = tokens[offset]
+                columns.append(column + void + offset)
             column += GRID * GRID
         else:
             columns.append(column)
@@ -176,7 +196,7 @@ def text_anchor_logits(
     vectors = {c: features.get(c, embeds[c]) for c in columns}
     seen = [c for c in columns if c in features and c < reach]
     cosine = {
-        (n, m): float(torch.nn.functional.cosine_similarity(vectors[n], vectors[m], dim=0))
+        (n, m): torch.nn.functional.cosine_similarity(vectors[n], vectors[m], dim=0).item()
         for n in candidates
         for m in seen
     }

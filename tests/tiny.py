@@ -73,6 +73,17 @@ def llava(
     return model
 
 
+def fused(fusion: Any, **options: Any) -> Any:
+    """A fused `llava`, its new weights moved away from the self-attention they were copied from, gates open."""
+    import crossfuse as xf
+
+    model = xf.fuse(llava(**options), fusion)
+    draw = torch.Generator().manual_seed(7)
+    for name, parameter in xf.fusion_parameters(model).items():
+        parameter.data.add_(0.5 if name.endswith("gate") else 0.1 * torch.randn(parameter.shape, generator=draw))
+    return model
+
+
 def batch(*rows: list[int | str], padding: str = "left", seed: int = 1) -> dict[str, Tensor]:
     """input_ids, attention_mask (B, L) and, where a row holds an image, pixel_values (images in reading order)."""
     draw = torch.Generator().manual_seed(seed)

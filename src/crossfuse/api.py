@@ -41,7 +41,7 @@ def fuse(model: Model, fusion: Fusion) -> Model:
     refuse_untouchable(body)
     if backbone.mrope and fusion.compress is not None and not fusion.compress.is_identity:
         raise NotImplementedError(
-            f"compress={fusion.compress} is not yet implemented for {backbone.family}, whose image positions form a grid"
+            f"compress={fusion.compress} is not yet implemented for {backbone.family}, whose positions form a grid"
         )
     fusion.check_model(backbone, model)
     fusion.attach(backbone, model)
@@ -168,4 +168,4 @@ def _hub_fusion(name: str | os.PathLike[str], kwargs: dict[str, Any]) -> Path | 
         cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **options)
         for file in ("fusion.json", "fusion.safetensors")
     ]
-    return Path(paths[0]).parent if all(paths) else None
+    return Path(paths[0]).parent if paths[0] and paths[1] else None

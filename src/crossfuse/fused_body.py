@@ -68,10 +68,13 @@ class FusedBody(Swapped):
         common = {"use_cache": use_cache, "return_dict": return_dict}
 
         if fusion.is_identity and segment_ids is None and not self._needs_dummy(kwargs, mm_encoder_outputs):
-            return stock(
+            outputs = stock(
                 input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, cache=cache,
                 inputs_embeds=inputs_embeds, mm_encoder_outputs=mm_encoder_outputs, **common, **kwargs,
             )  # fmt: skip
+            if isinstance(cache, FusionCache):
+                _record_plain(cache, inputs_embeds if input_ids is None else input_ids, attention_mask)
+            return outputs
         if input_ids is None:
             raise ValueError(f"a model fused with {fusion.name} needs input_ids; inputs_embeds alone hide the images")
         if segment_ids is not None and use_cache:
@@ -120,6 +123,8 @@ class FusedBody(Swapped):
         extra = {} if vision is None else {"vision": vision}
         rest = {k: v for k, v in kwargs.items() if k not in backbone.image_arguments}
         decoder = backbone.decoder(self)  # type: ignore[arg-type]
+        if vision is not None and self.training and torch.is_grad_enabled():  # type: ignore[attr-defined]
+            _refuse_reentrant(decoder, fusion)
         outputs = decoder(
             inputs_embeds=fused.inputs_embeds,
             attention_mask=self._attention_mask(fused, cache),
@@ -234,14 +239,18 @@ class FusedBody(Swapped):
         return position_ids - position_ids.gather(-1, first.expand(3, -1)[..., None]) + start[:, None]
 
     def _place(self, embeds: Tensor, valid: Tensor, is_image: Tensor, images: EncodedImages) -> tuple[Any, ...]:
-        """Image tokens into their placeholders; after compression the surplus placeholders of an image are void."""
+        """Image tokens into their placeholders. After compression they stand at the last ones of their image, so that what
+        follows an image follows its tokens; the surplus placeholders are void."""
         lengths = [len(tokens) for tokens in images.features]
         compress, grids = self._fusion.compress, images.grids
         features = torch.cat(images.features).to(embeds.device)
         if compress is not None and not compress.is_identity:
             pooled = [compress(tokens, grid) for tokens, grid in zip(images.features, grids, strict=True)]
             kept = torch.cat(
-                [torch.arange(old, device=embeds.device) < len(new) for old, new in zip(lengths, pooled, strict=True)]
+                [
+                    torch.arange(old, device=embeds.device) >= old - len(new)
+                    for old, new in zip(lengths, pooled, strict=True)
+                ]
             )
             surplus = torch.zeros_like(is_image).masked_scatter(is_image, ~kept)
             valid, is_image = valid & ~surplus, is_image & ~surplus
@@ -260,6 +269,31 @@ class FusedBody(Swapped):
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return True
         return not self._fusion.is_identity and any(p.requires_grad for p in self.parameters())  # type: ignore[attr-defined]
+
+
+def _record_plain(cache: FusionCache, tokens: Tensor, attention_mask: Tensor | None) -> None:
+    """Note in a `FusionCache` what the stock body has appended to it."""
+    rows, length = tokens.shape[:2]
+    valid = torch.ones(rows, length, dtype=torch.bool, device=tokens.device)
+    if attention_mask is not None and attention_mask.ndim == 2:
+        valid = attention_mask[:, -length:].bool()
+    start = torch.zeros(rows, dtype=torch.long, device=tokens.device)
+    if cache.next_position is not None:
+        start = cache.next_position
+    cache.record(valid, start + valid.sum(1), length, length)
+
+
+def _refuse_reentrant(decoder: Any, fusion: Fusion) -> None:
+    """ValueError where a block is checkpointed reentrantly: tensors in keyword arguments then get no gradient."""
+    for layer in decoder.layers:
+        if not getattr(layer, "gradient_checkpointing", False):
+            continue
+        options = getattr(layer._gradient_checkpointing_func, "keywords", {})
+        if options.get("use_reentrant", True):
+            raise ValueError(
+                f"checkpointing with use_reentrant=True loses the gradients of the images in {fusion.name}; pass "
+                "activation_checkpointing_kwargs={'use_reentrant': False}"
+            )
 
 
 def _columns(mask: Tensor | None, past: int, length: int, name: str) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What must be known or refused before a call: where the prompt ends, padding sides, supervision without a delimiter."""
+"""What must be known or refused before a call: the end of the prompt, padding sides, labels without a delimiter."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def check_generation_prompt(input_ids: Tensor, attention_mask: Tensor | None, pl
         last &= attention_mask[:, -1].bool()
     if bool(last.any()):
         raise ValueError(
-            f"row {int(last.nonzero()[0])}: the prompt ends with an image, so the first new token would be predicted from the "
-            "text before it; end the prompt with a delimiter (a newline) or use gist_tokens=1"
+            f"row {int(last.nonzero()[0])}: the prompt ends with an image, so the first new token would be predicted "
+            "from the text before it; end the prompt with a delimiter (a newline) or use gist_tokens=1"
         )
 
 
 def left_pad(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Move padding to the left in every argument that follows the tokens; ``generate`` continues from the last column."""
+    """Move padding to the left in every argument aligned with the tokens; ``generate`` goes on from the last column."""
     mask = kwargs.get("attention_mask")
     if mask is None or mask.ndim != 2 or bool(mask[:, -1].all()):
         return kwargs

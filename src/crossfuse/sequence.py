@@ -91,7 +91,7 @@ class FusedInputs:
 
 
 def fuse_inputs(sequence: MultimodalSequence, layout: Layout, extra: Tensor | None = None) -> FusedInputs:
-    """Gather embeddings, masks and positions into the fused order. ``extra`` (E, d) embeds the layout's extra tokens."""
+    """Gather embeddings, masks and positions into the fused order; ``extra`` (E, d) embeds the layout's extra tokens."""
     source, host = layout.source, layout.host
     real = host >= 0
     index = source.clamp(min=0)[..., None].expand(-1, -1, sequence.embeds.shape[-1])

@@ -25,8 +25,8 @@ class Swapped:
 
 
 def _rebuild(mixin: type, base: type) -> Any:
-    cls = fused_class(mixin, base)
-    return cls.__new__(cls)
+    cls: Any = fused_class(mixin, base)
+    return object.__new__(cls)
 
 
 def _with_keywords(forward: Any, base_forward: Any, names: tuple[str, ...]) -> Any:
@@ -67,7 +67,8 @@ def fused_class(mixin: type, base: type) -> type:
 def swap(module: nn.Module, mixin: type) -> None:
     """Give ``module`` the behaviour of ``mixin``. Raises ValueError where that would be ignored or half done."""
     refuse_untouchable(module)
-    module.__class__ = fused_class(mixin, type(module))
+    base: Any = type(module)
+    module.__class__ = fused_class(mixin, base)
     if not isinstance(module, mixin):
         raise RuntimeError(f"the class of {type(module).__name__} could not be exchanged")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import name_of
-from oracles import cross_attention_logits, image_tokens
-from tiny import I, assert_close, batch, llava, logits, rows_of
 
 import crossfuse as xf
+from matrix import name_of
+from oracles import cross_attention_logits, image_tokens
+from tiny import I, assert_close, batch, fused, logits, rows_of
 
 AXES = [
     xf.CrossAttention(),
@@ -27,19 +27,16 @@ AXES = [
     xf.CrossAttention(gate="tanh", joint_text=True, share_projections=True),
     xf.CrossAttention(compress=xf.MeanPool(4)),
     xf.CrossAttention(compress=xf.MeanPool(4), joint_text=True, history=2),
+    xf.CrossAttention(update_images=True),
+    xf.CrossAttention(update_images=True, share_projections=True, joint_text=True, every=2),
+    xf.CrossAttention(gist_tokens=2),
+    xf.CrossAttention(gist_tokens=1, joint_text=True),
+    xf.CrossAttention(gist_tokens=2, joint_text=True, history=2, share_projections=True),
+    xf.CrossAttention(gist_tokens=1, joint_text=True, every=2, replace=True, history=None),
+    xf.CrossAttention(gist_tokens=1, update_images=True, compress=xf.MeanPool(4)),
 ]
 # No image, one first and one last, two adjacent images, images apart: text before, between and after.
 ROWS = [[3, I, 2], [4], [I, 2, I], [1, I, I, 1, I, 2]]
-
-
-def fused(fusion, **options):
-    """A fused model whose new weights differ from the self-attention they were copied from, gate open."""
-    model = xf.fuse(llava(**options), fusion)
-    draw = torch.Generator().manual_seed(7)
-    for name, parameter in xf.fusion_parameters(model).items():
-        shift = 0.5 if name.endswith("gate") else 0.1 * torch.randn(parameter.shape, generator=draw)
-        parameter.data.add_(shift)
-    return model
 
 
 def oracle_logits(model, fusion, inputs):

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-from matrix import CONFIGURATIONS, every_fusion, identities, name_of
-from tiny import FAMILIES, I, assert_close, batch, clone, generate, labelled, llava, logits, prompt_mask, rows_of
 
 import crossfuse as xf
+from matrix import CONFIGURATIONS, every_fusion, identities, name_of
+from tiny import FAMILIES, I, assert_close, batch, clone, fused, generate, labelled, llava, logits, prompt_mask, rows_of
 
 ROWS = [[3, I, 4], [6], [2, I, I, 1, I, 3]]
 
@@ -52,7 +52,7 @@ def test_fuse_then_unfuse_is_exact(fusion):
 def test_identity_configurations_equal_the_unfused_model_exactly(fusion, padding):
     """Forward, loss and generate; padded rows included."""
     plain, inputs = llava(), batch(*ROWS, padding=padding)
-    model = xf.fuse(llava(), fusion)
+    model = fused(fusion)
     assert torch.equal(logits(model, inputs), logits(plain, inputs))
     asked = labelled(inputs)
     assert torch.equal(model(**asked).loss, plain(**asked).loss)
@@ -63,7 +63,7 @@ def test_identity_configurations_equal_the_unfused_model_exactly(fusion, padding
 @pytest.mark.parametrize("fusion", [f for f in CONFIGURATIONS if not getattr(f, "replace", False)], ids=name_of)
 def test_x3_rows_without_an_image_equal_the_language_model(fusion):
     """Mixed batches work without a dummy image. (Where self-attention is replaced nothing can equal the plain LLM.)"""
-    model, inputs = xf.fuse(llava(), fusion), batch(*ROWS)
+    model, inputs = fused(fusion), batch(*ROWS)
     text = rows_of(inputs)[1]
     out = logits(model, with_prompt(inputs, fusion))
     plain = llava()
@@ -76,7 +76,7 @@ def test_x3_rows_without_an_image_equal_the_language_model(fusion):
 @every_fusion
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_batched_equals_one_by_one(fusion, padding):
-    model, inputs = xf.fuse(llava(), fusion), batch(*ROWS, padding=padding)
+    model, inputs = fused(fusion), batch(*ROWS, padding=padding)
     mask = torch.ones_like(inputs["input_ids"], dtype=torch.bool)
     if fusion.needs_prompt:
         inputs["prompt_mask"] = mask
@@ -101,7 +101,7 @@ def test_batched_equals_one_by_one(fusion, padding):
 @pytest.mark.parametrize("fusion", CONFIGURATIONS[1:3] + CONFIGURATIONS[6:8] + CONFIGURATIONS[12:13], ids=name_of)
 def test_b3_families_batched_cached_and_single_agree(fusion, text, vision):
     """Every text and vision tower: greedy ids in a batch, one by one, and with the cache off."""
-    model, inputs = xf.fuse(llava(text, vision), fusion), batch(*ROWS)
+    model, inputs = fused(fusion, text=text, vision=vision), batch(*ROWS)
     ids = generate(model, inputs)
     assert torch.equal(ids, torch.cat([generate(model, single) for single in rows_of(inputs)]))
     assert torch.equal(ids, generate(model, inputs, use_cache=False))
@@ -110,7 +110,7 @@ def test_b3_families_batched_cached_and_single_agree(fusion, text, vision):
 @every_fusion
 def test_b2_right_padded_generation(fusion):
     """Prompts of 6 and 40 tokens, padded on the right: the same ids as one by one."""
-    model = xf.fuse(llava(), fusion)
+    model = fused(fusion)
     inputs = batch([2, I, 4], [20, I, 20], padding="right")
     alone = torch.cat([generate(model, single, 12) for single in rows_of(inputs)])
     assert torch.equal(generate(model, inputs, 12), alone)
@@ -119,7 +119,7 @@ def test_b2_right_padded_generation(fusion):
 # ---------------------------------------------------------------- 4: caches
 @every_fusion
 def test_token_by_token_with_the_cache_equals_one_forward(fusion):
-    model, inputs = xf.fuse(llava(), fusion), batch(*ROWS)
+    model, inputs = fused(fusion), batch(*ROWS)
     answer = 3
     whole = logits(model, with_prompt(inputs, fusion, answer))
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
@@ -146,7 +146,7 @@ def test_token_by_token_with_the_cache_equals_one_forward(fusion):
 @every_fusion
 def test_two_threads_interleaved_equal_two_runs_apart(fusion):
     """Two models that share generated classes, and two streams on one model."""
-    one, two = xf.fuse(llava(seed=0), fusion), xf.fuse(llava(seed=5), fusion)
+    one, two = fused(fusion, seed=0), fused(fusion, seed=5)
     assert type(one) is type(two)
     assert type(one.model) is type(two.model)
     work = [(one, batch([2, I, 3], seed=1)), (two, batch([1, I, 1, I, 2], seed=2)), (one, batch([4, I, I, 2], seed=3))]
@@ -171,7 +171,7 @@ def test_two_threads_interleaved_equal_two_runs_apart(fusion):
 
 @every_fusion
 def test_two_streams_stepped_in_turn_on_one_model(fusion):
-    model = xf.fuse(llava(), fusion)
+    model = fused(fusion)
     streams = [batch([2, I, 3], seed=1), batch([1, I, 1, I, 3], seed=2)]
 
     def steps(inputs):
@@ -194,7 +194,7 @@ def test_two_streams_stepped_in_turn_on_one_model(fusion):
 
 @every_fusion
 def test_deep_copies_are_independent(fusion):
-    model, inputs = xf.fuse(llava(), fusion), with_prompt(batch(*ROWS), fusion)
+    model, inputs = fused(fusion), with_prompt(batch(*ROWS), fusion)
     before = logits(model, inputs)
     copy = clone(model)
     assert torch.equal(logits(copy, inputs), before)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import every_fusion
-from tiny import I, IMAGE, batch, generate, llava, logits, rows_of
 
-import crossfuse as xf
+from matrix import every_fusion
+from tiny import IMAGE, I, batch, fused, generate, logits, rows_of
 
 ROWS = [[2, I, 1, I, 4], [3, I, 5]]  # two images against one: other placeholder counts in every row
 
 
 @every_fusion
 def test_c2_cache_on_equals_cache_off_and_a_plain_loop(fusion):
-    model, inputs = xf.fuse(llava(), fusion), batch(*ROWS)
+    model, inputs = fused(fusion), batch(*ROWS)
     ids = generate(model, inputs, 6)
     assert torch.equal(ids, generate(model, inputs, 6, use_cache=False))
     grown, mask = inputs["input_ids"], inputs["attention_mask"]
@@ -32,7 +31,7 @@ def test_c2_cache_on_equals_cache_off_and_a_plain_loop(fusion):
 
 @every_fusion
 def test_c3_beams_and_return_sequences_equal_unbatched(fusion):
-    model, inputs = xf.fuse(llava(), fusion), batch(*ROWS)
+    model, inputs = fused(fusion), batch(*ROWS)
     options = {"num_beams": 3, "num_return_sequences": 2}
     together = generate(model, inputs, **options)
     assert torch.equal(together, torch.cat([generate(model, single, **options) for single in rows_of(inputs)]))
@@ -41,7 +40,7 @@ def test_c3_beams_and_return_sequences_equal_unbatched(fusion):
 
 @every_fusion
 def test_c3_first_step_scores_of_every_beam_equal_unbatched(fusion):
-    model, inputs = xf.fuse(llava(), fusion), batch(*ROWS)
+    model, inputs = fused(fusion), batch(*ROWS)
     options = {"num_beams": 2, "num_return_sequences": 2, "output_logits": True, "return_dict_in_generate": True}
     together = model.generate(**inputs, max_new_tokens=2, do_sample=False, **options)
     for row, single in enumerate(rows_of(inputs)):
@@ -52,7 +51,7 @@ def test_c3_first_step_scores_of_every_beam_equal_unbatched(fusion):
 @every_fusion
 def test_sampled_return_sequences_keep_their_own_images(fusion):
     """num_return_sequences without beams; the cache off must see the same expanded images."""
-    model, inputs = xf.fuse(llava(), fusion), batch(*ROWS)
+    model, inputs = fused(fusion), batch(*ROWS)
     options = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 4}
     torch.manual_seed(3)
     cached = model.generate(**inputs, **options)
@@ -62,7 +61,7 @@ def test_sampled_return_sequences_keep_their_own_images(fusion):
 
 @every_fusion
 def test_prompt_lookup_equals_greedy(fusion):
-    model = xf.fuse(llava(), fusion)
+    model = fused(fusion)
     for single in rows_of(batch(*ROWS)):
         # A repeated passage gives the look-up something to propose.
         single["input_ids"][:, -2:] = single["input_ids"][:, :2]
@@ -75,7 +74,7 @@ def test_prompt_lookup_equals_greedy(fusion):
 @every_fusion
 @pytest.mark.parametrize("chunk", [1, 2, 5, 2048])
 def test_x6_chunked_prefill_equals_whole_or_is_refused(fusion, chunk):
-    model, inputs = xf.fuse(llava(), fusion), batch(*ROWS)
+    model, inputs = fused(fusion), batch(*ROWS)
     if fusion.compress is not None or (chunk < 2048 and fusion.needs_prompt and not fusion.is_identity):
         with pytest.raises(ValueError, match="prefill_chunk_size=None"):
             generate(model, inputs, 2, prefill_chunk_size=chunk)
@@ -90,7 +89,7 @@ def test_x6_chunked_prefill_equals_whole_or_is_refused(fusion, chunk):
 @every_fusion
 def test_generate_counts_user_tokens(fusion):
     """`max_length` and the returned prompt are in the user's tokens, whatever was inserted or removed."""
-    model, inputs = xf.fuse(llava(), fusion), batch(*ROWS)
+    model, inputs = fused(fusion), batch(*ROWS)
     length = inputs["input_ids"].shape[1]
     out = model.generate(**inputs, max_length=length + 3, do_sample=False)
     assert out.shape == (2, length + 3)
@@ -104,7 +103,7 @@ def test_generate_counts_user_tokens(fusion):
 
 @every_fusion
 def test_tower_runs_once_per_generate(fusion):
-    model, inputs = xf.fuse(llava(), fusion), batch(*ROWS)
+    model, inputs = fused(fusion), batch(*ROWS)
     calls = []
     model.model.vision_tower.register_forward_hook(lambda module, args, out: calls.append(1))
     generate(model, inputs, 4)

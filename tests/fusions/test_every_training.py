@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import CONFIGURATIONS, cross_attention, every_fusion, name_of
-from tiny import I, assert_close, batch, gradients, labelled, llava, rows_of
 
 import crossfuse as xf
+from matrix import CONFIGURATIONS, cross_attention, every_fusion, name_of
+from tiny import I, assert_close, batch, fused, gradients, labelled, llava, rows_of
 
 ROWS = [[2, I, 5], [6], [1, I, 2, I, 4]]
 # CLIP reads its class token through this norm only; the language model never sees it (stock LLaVA too).
 UNUSED = ("post_layernorm",)
-
-
-def fused(fusion, **options):
-    model = xf.fuse(llava(**options), fusion)
-    for name, parameter in xf.fusion_parameters(model).items():
-        if name.endswith("gate"):
-            parameter.data.fill_(0.3)
-    return model
 
 
 @every_fusion
@@ -139,9 +131,7 @@ def test_m2_identities_touch_tower_and_projector_in_a_distributed_run(fusion, mo
     model, inputs = fused(fusion), labelled(batch([6], [4]))
     found = gradients(model, inputs)
     missing = [
-        n
-        for n, p in model.named_parameters()
-        if p.requires_grad and n not in found and not any(u in n for u in UNUSED)
+        n for n, p in model.named_parameters() if p.requires_grad and n not in found and not any(u in n for u in UNUSED)
     ]
     assert not missing
     assert_close(model.train()(**inputs).loss, llava()(**inputs).loss)
@@ -186,7 +176,7 @@ def test_g2_a_frozen_tower_keeps_no_activations(fusion):
 @every_fusion
 def test_d3_vision_in_float32_and_the_language_model_in_bfloat16(fusion):
     """Parts of different precision meet without autocast: new layers take the LLM's dtype, the loss stays close."""
-    inputs = labelled(batch(*ROWS), 4)
+    inputs = labelled(batch(*ROWS), 3)
     exact = fused(fusion).train()(**inputs).loss.item()
     model = llava()
     model.model.language_model.bfloat16()
@@ -214,7 +204,7 @@ def test_unfuse_after_training_leaves_the_base_weights_untouched(fusion):
         model.train()(**inputs).loss.backward()
         optimiser.step()
         model.eval()
-        assert any(not torch.equal(p, q) for p, q in zip(new, xf.fusion_parameters(xf.fuse(llava(), fusion)).values()))
+        assert any(not torch.equal(p, q) for p, q in zip(new, xf.fusion_parameters(fused(fusion)).values()))
     xf.unfuse(model)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     assert torch.equal(model(**inputs).logits, out)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from matrix import MATRIX
-
 import crossfuse as xf
 from crossfuse.fusion import fusion_class
+from matrix import MATRIX
 
 
 def test_every_registered_fusion_has_a_row_of_its_own_class():

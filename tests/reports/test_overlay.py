@@ -88,7 +88,7 @@ def test_patch_outside_the_grid_is_refused():
 
 def test_anchor_objects_are_joined_with_their_words():
     class Anchor:
-        row, column, grid, cosine = 1, 2, (4, 4), 0.25
+        row, column, cosine = 1, 2, 0.25
 
     assert anchor_labels([Anchor()], ["cat"]) == [("cat", 1, 2, 0.25)]
     with pytest.raises(ValueError, match="got 2 words for 1 anchors"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import crossfuse as xf
+import tiny
 from crossfuse.streaming.sampling import Decoding
 from crossfuse.streaming.session import StreamSession
 

@@ -10,17 +10,17 @@ import copy
 import dataclasses
 
 import pytest
-import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrix import name_of
 
 import crossfuse as xf
+import tiny
 from crossfuse.streaming.eviction import TextBudget, _leaving
 from crossfuse.streaming.sampling import Decoding
 from crossfuse.streaming.session import StreamSession
 from crossfuse.streaming.stream import Run
+from matrix import name_of
 
 LETTER = list(range(3, 60))
 I = tiny.IMAGE  # noqa: E741
@@ -190,7 +190,11 @@ def test_leaving_tokens(layout, sinks, wanted):
 
 @pytest.mark.parametrize(
     "fusion",
-    [xf.CrossAttention(), xf.CrossAttention(joint_text=True), xf.CrossAttention(every=2, replace=True, joint_text=True)],
+    [
+        xf.CrossAttention(),
+        xf.CrossAttention(joint_text=True),
+        xf.CrossAttention(every=2, replace=True, joint_text=True),
+    ],
     ids=name_of,
 )
 def test_positions_and_memory_stay_bounded(fusion, fused, recorder, picture):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
-from matrix import name_of
 
 import crossfuse as xf
+import tiny
 from crossfuse.streaming.sampling import Decoding
 from crossfuse.streaming.session import StreamSession
+from matrix import name_of
 
 FUSIONS = [
     None,
@@ -23,7 +23,9 @@ FUSIONS = [
     xf.CrossAttention(every=2, replace=True, joint_text=True),
     xf.CrossAttention(history=2, joint_text=True, compress=xf.MeanPool(4)),
 ]
-every_streaming_fusion = pytest.mark.parametrize("fusion", FUSIONS, ids=lambda f: "unfused" if f is None else name_of(f))
+every_streaming_fusion = pytest.mark.parametrize(
+    "fusion", FUSIONS, ids=lambda f: "unfused" if f is None else name_of(f)
+)
 
 
 @every_streaming_fusion
@@ -103,7 +105,9 @@ def test_image_memory_of_cross_attention_is_that_of_one_frame(fused, recorder, p
         stream.speak(2)
         sizes.append(stream.session.memory()["images"])
     config = stream.model.config.text_config
-    assert set(sizes) == {tiny.PATCHES * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4}
+    assert set(sizes) == {
+        tiny.PATCHES * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4
+    }
 
 
 @every_streaming_fusion

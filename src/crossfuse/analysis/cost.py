@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crossfuse.backbones import backbone_for
 from crossfuse.fusion import Fusion
-from crossfuse.fusions.anchors import TextAnchors
+from crossfuse.fusions.anchors import ImageAnchors, TextAnchors
 from crossfuse.fusions.cross_attention import CrossAttention
 
 ASSUMED_SHARE = 0.10
@@ -33,64 +33,71 @@ class PromptCost:
 
     image_tokens: int
     text_tokens: int
-    vision: int
+    vision: int | None  # tower and projector; None where the number of image tokens was given
     prefill: int
     decode: int
 
 
 def parameters_by_part(model: Any) -> dict[str, int]:
-    """Number of parameters of vision tower, projector, language model and head; a head tied to the embeddings
-    adds 0.
+    """Number of parameters of each part of the model and of its head; a head tied to the embeddings adds 0.
 
     Works on models whose parameters have no storage.
     """
     body = backbone_for(model).body(model)
-    parts = {
-        "vision tower": body.vision_tower,
-        "projector": body.multi_modal_projector,
-        "language model": body.language_model,
-        "head": model.get_output_embeddings(),
-    }
+    parts = {name.replace("_", " "): module for name, module in body.named_children()}
     seen: set[int] = set()
     counts = {}
-    for name, module in parts.items():
+    for name, module in (parts | {"head": model.get_output_embeddings()}).items():
         fresh = {id(p): p.numel() for p in module.parameters() if id(p) not in seen}
         seen |= set(fresh)
         counts[name] = sum(fresh.values())
     return counts
 
 
-def prompt_cost(model: Any, fusion: Fusion, *, text_tokens: int = 50) -> PromptCost:
+def prompt_cost(model: Any, fusion: Fusion, *, text_tokens: int = 50, image_tokens: int | None = None) -> PromptCost:
     """Operations for one image followed by `text_tokens` tokens of text, batch 1.
 
     Args:
         model: not fused, on the device "meta" (`ValueError` otherwise).
-        fusion: any registered one. `TextAnchors` is counted with its `share` of the text copied, 0.1 where it
-            has none.
+        fusion: any registered one. Anchors are counted with their `share` of tokens copied, 0.1 where they have none.
         text_tokens: T, at least 1.
+        image_tokens: N before compression; by default that of an image of the vision tower's own size, whose
+            operations are then counted too. Families without such a size need it (`ValueError` otherwise).
     """
     if next(model.parameters()).device.type != "meta":
         raise ValueError("operations are counted on a model without storage; build it under torch.device('meta')")
     backbone = backbone_for(model)
     body = backbone.body(model)
     decoder = backbone.decoder(body)
-    vision, images, width = _one_image(body)
+    width = body.get_input_embeddings().weight.shape[1]
+    vision = None
+    if image_tokens is None:
+        vision, image_tokens = _one_image(body)
     if fusion.compress is not None:
-        rows, columns = fusion.compress.grid(_square(images))
-        images = rows * columns
+        rows, columns = fusion.compress.grid(_square(image_tokens))
+        image_tokens = rows * columns
     head = 2 * width * model.get_output_embeddings().weight.shape[0]
     if isinstance(fusion, CrossAttention):
-        extra_prefill, extra_decode = _cross_attention(decoder, fusion, images, text_tokens)
+        text_tokens += fusion.gist_tokens
+        extra_prefill, extra_decode = _cross_attention(decoder, fusion, image_tokens, text_tokens)
         prefill = _decoder(decoder, text_tokens, width) + extra_prefill
         decode = _decoder(decoder, 1, width, cached=text_tokens) + extra_decode
     else:
-        length, matching = images + text_tokens, 0
-        if isinstance(fusion, TextAnchors) and not fusion.is_identity:
-            length += round((fusion.share or ASSUMED_SHARE) * text_tokens)
-            matching = 2 * images * text_tokens * width
+        added, matching = _copies(fusion, image_tokens, text_tokens, width)
+        length = image_tokens + text_tokens + added
         prefill = _decoder(decoder, length, width) + matching
         decode = _decoder(decoder, 1, width, cached=length)
-    return PromptCost(images, text_tokens, vision, prefill + head, decode + head)
+    return PromptCost(image_tokens, text_tokens, vision, prefill + head, decode + head)
+
+
+def _copies(fusion: Fusion, images: int, texts: int, width: int) -> tuple[int, int]:
+    """(positions that anchors add, operations of the cosines)."""
+    if fusion.is_identity or not isinstance(fusion, TextAnchors | ImageAnchors):
+        return 0, 0
+    candidates = texts if isinstance(fusion, TextAnchors) else images
+    copies = 0 if fusion.threshold >= 1 else round((fusion.share or ASSUMED_SHARE) * candidates)
+    pauses = fusion.pause_tokens if isinstance(fusion, ImageAnchors) else 0
+    return copies + pauses, 0 if fusion.threshold >= 1 else 2 * images * texts * width
 
 
 def count_operations(run: Callable[[], Any]) -> int:
@@ -101,17 +108,19 @@ def count_operations(run: Callable[[], Any]) -> int:
     return int(counter.get_total_flops())
 
 
-def _one_image(body: Any) -> tuple[int, int, int]:
-    """(operations of tower and projector, image tokens, width) for one image of the tower's own size."""
+def _one_image(body: Any) -> tuple[int, int]:
+    """(operations of tower and projector, image tokens) for one image of the tower's own size."""
     config = body.config.vision_config
-    size = config.image_size
+    size = getattr(config, "image_size", None)
+    if size is None:
+        raise ValueError("images of this family vary in size; give image_tokens")
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     dtype = next(body.vision_tower.parameters()).dtype
     pixels = torch.empty(1, config.num_channels, height, width, dtype=dtype, device="meta")
     outputs = []
     operations = count_operations(lambda: outputs.append(body.get_image_features(pixel_values=pixels)))
     (features,) = outputs[0].pooler_output
-    return operations, *features.shape
+    return operations, len(features)
 
 
 def _decoder(decoder: Any, tokens: int, width: int, *, cached: int = 0) -> int:
@@ -142,6 +151,10 @@ def _cross_attention(decoder: Any, fusion: CrossAttention, images: int, texts: i
         keys = 2 * 2 * attention.k_proj.in_features * attention.k_proj.out_features
         prefill += images * keys + texts * _per_token(attention, fusion, images, texts)
         decode += _per_token(attention, fusion, images, texts + 1)
+    if fusion.update_images:
+        # Each block but the last passes the image tokens through its feed-forward network for the next one.
+        weights = [p.numel() for layer in list(decoder.layers)[:-1] for p in layer.mlp.parameters() if p.ndim == 2]
+        prefill += 2 * images * sum(weights)
     return prefill, decode
 
 

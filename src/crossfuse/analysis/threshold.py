@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from crossfuse.fusions.anchors import TextAnchors
+from crossfuse.fusion import make_fusion
 from crossfuse.fusions.anchors.explain import match_prompt
+from crossfuse.sequence import MultimodalSequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +26,11 @@ class Calibration:
     noise_share: float  # share of unrelated tokens that would reach τ
     n_tokens: int  # candidate tokens seen
     n_samples: int
+    direction: str = "text-anchors"  # or "image-anchors", on a model that is fused so
 
-    def fusion(self, **fields: Any) -> TextAnchors:
-        """`TextAnchors` with this threshold, which remembers the share."""
-        return TextAnchors(threshold=self.threshold, share=self.share, **fields)
+    def fusion(self, **fields: Any) -> Any:
+        """`TextAnchors` (or `ImageAnchors`) with this threshold, which remembers the share."""
+        return make_fusion(self.direction, threshold=self.threshold, share=self.share, **fields)
 
 
 def calibrate_threshold(model: Any, batches: Iterable[dict[str, Any]], share: float = 0.10) -> Calibration:
@@ -39,11 +41,12 @@ def calibrate_threshold(model: Any, batches: Iterable[dict[str, Any]], share: fl
     """
     if not isinstance(share, (int, float)) or math.isnan(share) or not 0 < share <= 1:
         raise ValueError(f"share must be above 0 and at most 1 (0.1 copies a tenth of the tokens); got {share}")
-    cosines, lengths, width, samples = [], [], 0, 0
+    cosines, lengths, width, samples, direction = [], [], 0, 0, "text-anchors"
     for batch in batches:
-        sequence, best, _ = match_prompt(model, batch)
+        sequence, best, fusion = match_prompt(model, batch)
+        direction = fusion.name
         cosines.append(best.cosine[best.partner >= 0].float().cpu())
-        lengths += sequence.image_lengths
+        lengths += partner_counts(sequence, direction)
         width = sequence.embeds.shape[-1]
         samples += len(sequence.input_ids)
     values = torch.cat(cosines).sort(descending=True).values if cosines else torch.zeros(0)
@@ -62,7 +65,19 @@ def calibrate_threshold(model: Any, batches: Iterable[dict[str, Any]], share: fl
         noise_share=1 - NormalDist().cdf(threshold * math.sqrt(width)) ** tokens,
         n_tokens=len(values),
         n_samples=samples,
+        direction=direction,
     )
+
+
+def partner_counts(sequence: MultimodalSequence, direction: str) -> list[int]:
+    """Among how many tokens a candidate chooses: those of an image, or (``"image-anchors"``) the words of a prompt."""
+    if direction == "text-anchors":
+        return sequence.image_lengths
+    words = sequence.valid & ~sequence.is_image
+    if sequence.prompt_mask is not None:
+        words = words & sequence.prompt_mask
+    counts: list[int] = words.sum(1).tolist()
+    return counts
 
 
 def best_of_random(width: int, image_tokens: float) -> float:

@@ -53,9 +53,9 @@ class ComposedBackbone(Backbone):
 
     def model_output(self, body: nn.Module, decoder_output: Any, hidden: Tensor, images: Any) -> Any:
         return MultimodalBaseModelOutputWithPast(
-            last_hidden_state=hidden,
+            last_hidden_state=hidden,  # type: ignore[arg-type]
             cache=decoder_output.cache,
             hidden_states=decoder_output.hidden_states,
             attentions=decoder_output.attentions,
-            image_outputs=images,
+            image_outputs=None if images is None else images.outputs,
         )

@@ -93,7 +93,7 @@ class VisionLanguageBody(ComposedPreTrainedModel):
         pixels = pixel_values.to(next(tower.parameters()).dtype)
         trains = self._settle_frozen_tower() or pixels.requires_grad
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
-            tokens, grids, output = parts.image_tokens(
+            tokens, grids = parts.image_tokens(
                 tower, pixels, image_grid_thw, config.vision_feature_layer, config.drop_class_token
             )
         return EncodedVision(pooler_output=self.project(tokens), grids=grids)
@@ -142,8 +142,8 @@ class VisionLanguageBody(ComposedPreTrainedModel):
         features = torch.cat(list(images)).to(embeds.device, embeds.dtype)
         if int(places.sum()) != len(features):
             raise ValueError(
-                f"{int(places.sum())} image placeholders for {len(images)} images of {len(features)} tokens: give one image "
-                "per placeholder, and raise max_length where truncation cut an image"
+                f"{int(places.sum())} image placeholders for {len(images)} images of {len(features)} tokens: give one "
+                "image per placeholder, and raise max_length where truncation cut an image"
             )
         return embeds.masked_scatter(places[..., None], features)
 
@@ -347,6 +347,6 @@ def _check_text(model: VisionLanguageModel, name: str, expected: Tensor) -> None
     """ValueError where the LLM does something to its logits (soft caps, scales) that the composed model would not."""
     if not torch.equal(_text_logits(model, model.model.language_model), expected):
         raise ValueError(
-            f"{name} changes its logits after the head (a soft cap or a scale), which a composed model would lose; take "
-            "another LLM (Llama, Mistral, Qwen2, Qwen3, Helium, SmolLM, ...)"
+            f"{name} changes its logits after the head (a soft cap or a scale), which a composed model would lose; "
+            "take another LLM (Llama, Mistral, Qwen2, Qwen3, Helium, SmolLM, ...)"
         )

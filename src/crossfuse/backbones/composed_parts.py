@@ -70,8 +70,8 @@ def take_llm_apart(llm: Any) -> tuple[nn.Module, nn.Module]:
     needed = ("layers", "rotary_emb", "embed_tokens")
     if body is None or not isinstance(head, nn.Linear) or not all(hasattr(body, part) for part in needed):
         raise ValueError(
-            f"{name} cannot be composed: its decoder needs {', '.join(needed)} and a linear head (Llama, Mistral, Qwen2, "
-            "Qwen3, Helium, SmolLM, ...)"
+            f"{name} cannot be composed: its decoder needs {', '.join(needed)} and a linear head (Llama, Mistral, "
+            "Qwen2, Qwen3, Helium, SmolLM, ...)"
         )
     if head.bias is not None:
         raise ValueError(f"{name} has a bias in its output head, which composed models have not; take another LLM")
@@ -139,8 +139,8 @@ def blank_image(vision: Any, side: int | None) -> dict[str, Tensor]:
 
 def image_tokens(
     vision: Any, pixels: Tensor, grids: Tensor | None, layer: int | None, drop_class_token: bool
-) -> tuple[list[Tensor], list[tuple[int, int] | None], Any]:
-    """One (n, C) tensor an image, the (rows, columns) of each where known, and the encoder's own output.
+) -> tuple[list[Tensor], list[tuple[int, int] | None]]:
+    """One (n, C) tensor an image, and the (rows, columns) of each where known.
 
     pixels: (B, 3, H, W), or flat patches with ``grids`` (B, 3) long. Feature maps (B, C, H, W) are read row by row.
     """
@@ -149,23 +149,23 @@ def image_tokens(
         merge = vision.spatial_merge_size
         lengths = (grids.prod(-1) // merge**2).tolist()
         shapes = [(t * h // merge, w // merge) for t, h, w in grids.tolist()]
-        return list(output.pooler_output.split(lengths)), list(shapes), output
+        return list(output.pooler_output.split(lengths)), list(shapes)
     output = vision(pixels) if layer is None else vision(pixels, output_hidden_states=True)
     states = getattr(output, "last_hidden_state", output) if layer is None else output.hidden_states[layer]
     if isinstance(states, (list, tuple)):
         states = states[-1]
     if states.ndim == 4:
         shape = (states.shape[2], states.shape[3])
-        return list(states.flatten(2).transpose(1, 2)), [shape] * len(states), output
+        return list(states.flatten(2).transpose(1, 2)), [shape] * len(states)
     if states.ndim != 3:
         raise ValueError(
-            f"the vision encoder gave an output of shape {tuple(states.shape)}; it must be (B, C, H, W) feature maps or "
-            "(B, N, C) tokens: pass the encoder without its pooling and classifier"
+            f"the vision encoder gave an output of shape {tuple(states.shape)}; it must be (B, C, H, W) feature maps "
+            "or (B, N, C) tokens: pass the encoder without its pooling and classifier"
         )
     states = states[:, 1:] if drop_class_token else states
     side = round(states.shape[1] ** 0.5)
     grid = (side, side) if side * side == states.shape[1] else None
-    return list(states), [grid] * len(states), output
+    return list(states), [grid] * len(states)
 
 
 @torch.no_grad()
@@ -174,7 +174,7 @@ def probe(vision: Any, side: int | None, layer: int | None) -> VisionShape:
     was_training = vision.training
     vision.eval()
     blank = blank_image(vision, side)
-    tokens, grids, _ = image_tokens(vision, blank["pixel_values"], blank.get("image_grid_thw"), layer, False)
+    tokens, grids = image_tokens(vision, blank["pixel_values"], blank.get("image_grid_thw"), layer, False)
     vision.train(was_training)
     patch = getattr(getattr(vision, "config", None), "patch_size", None)
     count = len(tokens[0])

@@ -70,8 +70,8 @@ class ComposedProcessor(ProcessorMixin):
         token = tokenizer.convert_ids_to_tokens(model.config.image_token_id)
         if token is None:
             raise ValueError(
-                f"the tokenizer has no token {model.config.image_token_id}, the model's image placeholder; pass tokenizer= "
-                "to VisionLanguageModel.compose, which adds it"
+                f"the tokenizer has no token {model.config.image_token_id}, the model's image placeholder; pass "
+                "tokenizer= to VisionLanguageModel.compose, which adds it"
             )
         return cls(image_processor, tokenizer, patch_size=model.config.image_stride, image_token=str(token), **kwargs)
 

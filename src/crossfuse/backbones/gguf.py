@@ -64,8 +64,8 @@ def check_text_gguf(path: str | os.PathLike[str]) -> GGUFHeader:
     header = read_header(path)
     if header.architecture not in TEXT_ARCHITECTURES:
         raise ValueError(
-            f"{Path(path).name} holds architecture {header.architecture!r}, which cannot be composed; take the GGUF of a "
-            f"text LLM ({', '.join(TEXT_ARCHITECTURES)}) and pair it with a Hugging Face vision encoder: "
+            f"{Path(path).name} holds architecture {header.architecture!r}, which cannot be composed; take the GGUF of "
+            f"a text LLM ({', '.join(TEXT_ARCHITECTURES)}) and pair it with a Hugging Face vision encoder: "
             "VisionLanguageModel.compose(llm='text.gguf', vision='google/siglip-base-patch16-224')"
         )
     return header

@@ -45,7 +45,7 @@ class LlavaBackbone(Backbone):
         from transformers.models.llava.modeling_llava import LlavaModelOutputWithPast
 
         return LlavaModelOutputWithPast(
-            last_hidden_state=hidden,
+            last_hidden_state=hidden,  # type: ignore[arg-type]
             cache=decoder_output.cache,
             hidden_states=decoder_output.hidden_states,
             attentions=decoder_output.attentions,

@@ -100,7 +100,7 @@ class QwenVLBackbone(Backbone):
         from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as modeling
 
         return modeling.MultimodalBaseModelOutputWithPast(
-            last_hidden_state=hidden,
+            last_hidden_state=hidden,  # type: ignore[arg-type]
             cache=decoder_output.cache,
             hidden_states=decoder_output.hidden_states,
             attentions=decoder_output.attentions,

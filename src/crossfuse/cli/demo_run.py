@@ -7,19 +7,22 @@ import importlib.metadata
 import io
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import crossfuse as xf
-from crossfuse.cli.demo_data import DataName, DemoData, Sample, demo_data, training_collator
+from crossfuse.cli.demo_data import DataName, DemoData, demo_data
 from crossfuse.cli.demo_texts import demo_texts
+from crossfuse.cli.loading import load_model
 from crossfuse.cli.progress import Stages
+from crossfuse.data.collate import Collator, open_image
+from crossfuse.data.records import Record
 from crossfuse.evaluation.cache_growth import cache_growth
-from crossfuse.evaluation.comparison import Comparison, Outcome
-from crossfuse.evaluation.generation import answer, chat_prompt, left_padding
+from crossfuse.evaluation.comparison import Comparison, Outcome, ScoredQuestion
+from crossfuse.evaluation.generation import answer
 from crossfuse.evaluation.scoring import other_images
 from crossfuse.reports.comparison import comparison_charts, comparison_page
 from crossfuse.reports.curves import Curve
@@ -50,7 +53,7 @@ class Budget:
 
 
 USUAL = Budget(steps=150, batch_size=32, scored=500, calibration=128)
-QUICK = Budget(steps=15, batch_size=16, scored=150, calibration=64)
+QUICK = Budget(steps=4, batch_size=16, scored=50, calibration=32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,15 +76,16 @@ def run_demo(budget: Budget, data_name: DataName, out: Path, *, seed: int, quick
             f"threshold {calibration.threshold:.3f}: copies {calibration.achieved:.1%} of {calibration.n_tokens:,} "
             f"prompt tokens; unrelated vectors would reach a cosine of {calibration.noise_floor:.3f} in the median"
         )
+        questions = [ScoredQuestion.of(record) for record in data.scored]
         contenders = _contenders(budget, calibration, seed)
         models, outcomes = {}, []
         for contender in contenders:
-            model, outcome = _compete(contender, processor, data, budget, stages, seed)
+            model, outcome = _compete(contender, processor, data, questions, stages, seed)
             models[contender.name] = model
             outcomes.append(outcome)
-        comparison = Comparison(data.questions, outcomes)
-        cache = _cache_curves(models, processor, data.scored[0].prompt)
-        pictures = _anchor_pictures(models[ANCHORS], processor, data)
+        comparison = Comparison(questions, outcomes)
+        cache = _cache_curves(models, processor, questions[0].prompt)
+        pictures = _anchor_pictures(models[ANCHORS], processor, data.scored, questions)
     seconds = time.perf_counter() - started
     command = f"crossfuse demo{' --quick' if quick else ''} --data {data_name} --seed {seed}"
     texts = demo_texts(comparison, data.description, calibration, seconds, command)
@@ -124,19 +128,24 @@ def _contenders(budget: Budget, calibration: xf.Calibration, seed: int) -> list[
 
 
 def _start() -> tuple[Any, Any]:
-    return xf.load_embedded()
+    return load_model(None)
 
 
 def _calibrate(processor: Any, data: DemoData, budget: Budget) -> xf.Calibration:
     """On prompts of the training set: the scored questions have no say in the threshold."""
     model, _ = _start()
     count = min(budget.calibration, len(data.train))
-    batch = _prompts(processor, [data.train[i] for i in range(count)])
+    batch = Collator(processor, prompt_only=True)([data.train[i] for i in range(count)])
     return xf.calibrate_threshold(model, [batch], share=SHARE)
 
 
 def _compete(
-    contender: Contender, processor: Any, data: DemoData, budget: Budget, stages: Stages, seed: int
+    contender: Contender,
+    processor: Any,
+    data: DemoData,
+    questions: Sequence[ScoredQuestion],
+    stages: Stages,
+    seed: int,
 ) -> tuple[Any, Outcome]:
     """Train (where there is a recipe) and score one contender, from a fresh copy of the start."""
     model, _ = _start()
@@ -147,15 +156,19 @@ def _compete(
         torch.manual_seed(seed)
         model = prepare_trainable(model, contender.recipe)
         with stages.stage(f"{contender.name}: training", contender.recipe.steps) as progress:
-            run = fine_tune(model, data.train, training_collator(processor), contender.recipe, progress=progress)
+            run = fine_tune(model, data.train, Collator(processor), contender.recipe, progress=progress)
         losses, train_seconds, trained_parameters = run.losses, run.seconds, run.trained_parameters
     model.eval()
-    swapped = other_images(data.image_ids, seed=seed)
+    swapped = other_images(data.picture_ids, seed=seed)
+    control = [
+        r.model_copy(update={"images": data.scored[j].images}) for r, j in zip(data.scored, swapped, strict=True)
+    ]
     began = time.perf_counter()
     with stages.stage(f"{contender.name}: answering", 2 * len(data.scored)) as progress:
-        own = _answers(model, processor, data, range(len(data.scored)), progress)
+        options: dict[str, Any] = {"max_new_tokens": ANSWER_TOKENS, "batch_size": ANSWER_BATCH, "progress": progress}
+        own = answer(model, processor, data.scored, **options)
         answer_seconds = time.perf_counter() - began
-        shuffled = _answers(model, processor, data, swapped, progress)
+        shuffled = answer(model, processor, control, **options)
     outcome = Outcome(
         name=contender.name,
         fusion=contender.fusion.to_dict(),
@@ -167,34 +180,10 @@ def _compete(
         train_seconds=train_seconds,
         trained_parameters=trained_parameters,
     )
-    value = Comparison(data.questions, [outcome]).score(outcome)
-    trained = f"{budget.steps} steps in {train_seconds:.0f} s, " if contender.recipe else ""
+    value = Comparison(questions, [outcome]).score(outcome)
+    trained = f"{contender.recipe.steps} steps in {train_seconds:.0f} s, " if contender.recipe else ""
     stages.say(f"{contender.name}: {trained}{value.right} of {value.total} questions right ({value.share:.1%})")
     return model, outcome
-
-
-def _answers(
-    model: Any, processor: Any, data: DemoData, images: Sequence[int], progress: Callable[[int], None]
-) -> list[str]:
-    """Greedy answers to all scored questions, question i with the image of question `images[i]`."""
-    pairs = [(data.scored[j].image, q.prompt) for q, j in zip(data.questions, images, strict=True)]
-    answers: list[str] = []
-    for start in range(0, len(pairs), ANSWER_BATCH):
-        batch = pairs[start : start + ANSWER_BATCH]
-        answers += answer(model, processor, batch, max_new_tokens=ANSWER_TOKENS, batch_size=ANSWER_BATCH)
-        progress(len(batch))
-    return answers
-
-
-def _prompts(processor: Any, samples: Sequence[Sample]) -> Any:
-    """Model inputs of the samples' prompts, left padded."""
-    with left_padding(processor.tokenizer):
-        return processor(
-            images=[[sample.image] for sample in samples],
-            text=[chat_prompt(processor, sample.prompt, images=1) for sample in samples],
-            padding=True,
-            return_tensors="pt",
-        )
 
 
 def _cache_curves(models: Mapping[str, Any], processor: Any, prompt: str) -> dict[str, Curve]:
@@ -211,22 +200,23 @@ def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _anchor_pictures(model: Any, processor: Any, data: DemoData) -> list[tuple[bytes, str]]:
-    """PNG and caption of the first scored questions with anchors, the kinds of questions taking turns."""
-    chosen = _in_turns([question.kind for question in data.questions])
-    candidates = [i for i in chosen[: 8 * PICTURES]]
-    found = xf.explain_anchors(_base(model), _prompts(processor, [data.scored[i] for i in candidates]))
-    pictures = []
-    for index, anchors in zip(candidates, found, strict=True):
+def _anchor_pictures(
+    model: Any, processor: Any, records: Sequence[Record], questions: Sequence[ScoredQuestion]
+) -> list[tuple[bytes, str]]:
+    """PNG and caption of the first scored questions that have anchors, the kinds of questions taking turns."""
+    chosen = _in_turns([question.kind for question in questions])[: 8 * PICTURES]
+    found = xf.explain_anchors(_base(model), Collator(processor, prompt_only=True)([records[i] for i in chosen]))
+    pictures: list[tuple[bytes, str]] = []
+    for index, anchors in zip(chosen, found, strict=True):
         if not anchors or len(pictures) == PICTURES:
             continue
         words = [processor.tokenizer.decode([anchor.token_id]) for anchor in anchors]
         grid = anchors[0].grid
         assert grid is not None, "the embedded model's images have a square grid"
-        drawn = draw_anchors(data.scored[index].image, anchor_labels(anchors, words), grid)
+        drawn = draw_anchors(open_image(records[index].images[0]), anchor_labels(anchors, words), grid)
         buffer = io.BytesIO()
         drawn.save(buffer, format="PNG", optimize=True)
-        question = data.questions[index]
+        question = questions[index]
         pictures.append((buffer.getvalue(), f"{question.prompt} ({question.kind}; right answer: {question.answer})"))
     return pictures
 

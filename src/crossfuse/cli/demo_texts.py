@@ -21,7 +21,7 @@ def demo_texts(
         "model. That favours insertion and text anchors, which keep its way of reading images; cross-attention begins "
         "with layers that never saw an image.",
         f"Budget: {recipe.steps} optimiser steps of {recipe.batch_size} samples each, the same samples in the same "
-        f"order, AdamW with a peak learning rate of {recipe.learning_rate:g}; wall time differs and stands in the table.",
+        f"order, AdamW, peak learning rate {recipe.learning_rate:g}; wall time differs and stands in the table.",
         "Trained: insertion and text anchors get LoRA adapters in the language model's layers; cross-attention trains "
         "its own new layers. Everything else is frozen.",
         f"Text anchors: threshold {calibration.threshold:.4f}, set on {calibration.n_samples} training questions "

@@ -32,15 +32,14 @@ def generate(
     """
     chosen = chosen_fusion(context, fusion)
     # The cheap checks come before the model is loaded: a typing error should not cost a minute.
-    from crossfuse.data.collate import open_image
+    from crossfuse.data.images import open_image
 
     picture = open_image(image)
     if not prompt.strip():
         raise ValueError('the prompt is empty; ask something, as "what is in the image?"')
-    import torch
-
     import crossfuse as xf
     from crossfuse.cli.loading import load_model
+    from crossfuse.data.records import Record
     from crossfuse.evaluation.generation import answer
 
     network, processor = load_model(model)
@@ -55,6 +54,6 @@ def generate(
                     f"crossfuse: note: {fusion} adds weights that this model was never trained with",
                     file=sys.stderr,
                 )
-    with torch.inference_mode():
-        (text,) = answer(network, processor, [(picture, prompt)], max_new_tokens=max_new_tokens)
+    record = Record.of_question("prompt", prompt, images=[picture])
+    (text,) = answer(network, processor, [record], max_new_tokens=max_new_tokens)
     typer.echo(text)

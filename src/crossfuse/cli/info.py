@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 TEXT_TOKENS = 50
+# What an image of 448 x 448 pixels takes in Qwen2.5-VL.
+VARYING_IMAGE_TOKENS = 256
 
 
 def info(
@@ -27,8 +29,12 @@ def info(
     from rich.console import Console
 
     from crossfuse.analysis.cost import parameters_by_part
+    from crossfuse.cli.loading import embedded_directory, quiet_libraries, read_config
 
-    config, saved_fusion = _read_config(model)
+    quiet_libraries()
+    name = str(embedded_directory()) if model is None else model
+    config = read_config(name)
+    saved_fusion = _saved_fusion(name)
     network = _without_weights(config)
     console = Console(highlight=False)
     text, vision = config.get_text_config(), config.vision_config
@@ -48,23 +54,14 @@ def info(
     _print_fusions(console, network)
 
 
-def _read_config(model: str | None) -> tuple[Any, str | None]:
-    """(configuration, name of the fusion that the model was saved with)."""
-    import json
+def _saved_fusion(directory: str) -> str | None:
+    """Name of the fusion that the model was saved with."""
     from pathlib import Path
 
-    from transformers import AutoConfig
+    from crossfuse.storage import CONFIG, read_description
 
-    from crossfuse.cli.loading import check_source, embedded_directory
-
-    name = str(embedded_directory()) if model is None else model
-    check_source(name)
-    config = AutoConfig.from_pretrained(name)
-    fusion_file = Path(name).expanduser() / "fusion.json"
-    saved = None
-    if fusion_file.is_file():
-        saved = json.loads(fusion_file.read_text(encoding="utf-8")).get("fusion", {}).get("name")
-    return config, saved
+    folder = Path(directory).expanduser()
+    return str(read_description(folder)["fusion"]["name"]) if (folder / CONFIG).is_file() else None
 
 
 def _without_weights(config: Any) -> Any:
@@ -74,12 +71,9 @@ def _without_weights(config: Any) -> Any:
 
     from crossfuse.backbones import supported_architectures
 
-    names = [name for name in config.architectures or () if name in supported_architectures()]
-    if not names:
-        found = ", ".join(config.architectures or ()) or f"model type {config.model_type}"
-        raise ValueError(f"{found} is not supported; crossfuse fuses {', '.join(supported_architectures())}")
+    architecture = next(name for name in config.architectures if name in supported_architectures())
     with torch.device("meta"):
-        return getattr(transformers, names[0])(config)
+        return getattr(transformers, architecture)(config)
 
 
 def _images(vision: Any) -> str:
@@ -109,28 +103,31 @@ def _print_fusions(console: Console, network: Any) -> None:
     table.add_column("fusion")
     for column in ("new parameters", "prefill", "one token"):
         table.add_column(column, justify="right")
-    vision = image_tokens = 0
-    refused = []
+    varying = getattr(network.config.vision_config, "image_size", None) is None
+    image_tokens = VARYING_IMAGE_TOKENS if varying else None
+    costs, refused = [], []
     for name in xf.FUSIONS:
         try:
             fusion = xf.make_fusion(name)
             with xf.fused(network, fusion):
                 added = sum(p.numel() for p in xf.fusion_parameters(network).values())
-            cost = prompt_cost(network, fusion, text_tokens=TEXT_TOKENS)
+            cost = prompt_cost(network, fusion, text_tokens=TEXT_TOKENS, image_tokens=image_tokens)
         except (ValueError, NotImplementedError) as error:
             refused.append(f"{name} does not fit: {error}")
             continue
-        vision, image_tokens = cost.vision, cost.image_tokens
+        costs.append(cost)
         table.add_row(name, f"{added:,}", _operations(cost.prefill), _operations(cost.decode))
     console.print()
     console.print(table)
     for line in refused:
         console.print(line, markup=False)
-    console.print(
-        f"Operations (a multiply-add is two) for one image of {image_tokens} tokens and {TEXT_TOKENS} tokens of text; "
-        f"tower and projector add {_operations(vision)} an image. text-anchors: a tenth of the text copied.",
-        style="dim",
-    )
+    if costs:
+        tower = "" if costs[0].vision is None else f" Tower and projector: {_operations(costs[0].vision)} an image."
+        console.print(
+            f"One image of {costs[0].image_tokens} tokens, then {TEXT_TOKENS} tokens of text; a multiply-add is two "
+            f"operations. Anchors: a tenth of the tokens copied.{tower}",
+            style="dim",
+        )
 
 
 def _operations(count: int) -> str:

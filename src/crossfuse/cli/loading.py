@@ -15,13 +15,52 @@ def load_model(name: str | None) -> tuple[Any, Any]:
     """
     import crossfuse as xf
 
+    quiet_libraries()
     if name is None:
         return xf.load_embedded()
-    check_source(name)
+    read_config(name)
     from transformers import AutoProcessor
 
     model = xf.from_pretrained(name)
     return model.eval(), AutoProcessor.from_pretrained(name)
+
+
+def read_config(name: str) -> Any:
+    """The configuration of a model of a supported family; nothing else of it is read.
+
+    Raises:
+        ValueError: as `load_model`.
+    """
+    check_source(name)
+    from transformers import AutoConfig
+
+    from crossfuse.backbones import supported_architectures
+
+    supported = supported_architectures()
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except OSError as error:
+        raise ValueError(
+            f"cannot load {name}: it is no directory here, and the hub gave nothing under that id; "
+            "check the name and the connection"
+        ) from error
+    found = list(config.architectures or ())
+    if not set(found) & set(supported):
+        what = ", ".join(found) or f"a model of type {config.model_type!r}"
+        raise ValueError(f"{name} holds {what}, which is not supported; crossfuse fuses {', '.join(supported)}")
+    return config
+
+
+def quiet_libraries() -> None:
+    """Keep transformers' own progress bars and advice out of a command's output."""
+    import warnings
+
+    from transformers.utils import logging
+
+    # Asked by transformers' Trainer of transformers' own models; nothing that a user could act on.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def check_source(name: str) -> None:

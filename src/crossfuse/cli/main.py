@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from crossfuse.cli.anchors import anchors
 from crossfuse.cli.demo import demo
 from crossfuse.cli.fusion_options import FusionCommand
 from crossfuse.cli.generate import generate
@@ -27,19 +28,26 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command(cls=FusionCommand)(generate)
+app.command(cls=FusionCommand)(anchors)
 app.command()(info)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"crossfuse {version('crossfuse')}")
+        raise typer.Exit
 
 
 @app.callback()
 def common(
     debug: Annotated[bool, typer.Option("--debug", help="Show the full trace of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
 ) -> None:
-    if version:
-        from importlib.metadata import version as installed
-
-        typer.echo(f"crossfuse {installed('crossfuse')}")
-        raise typer.Exit
+    pass
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

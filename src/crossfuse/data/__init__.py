@@ -1,0 +1,1 @@
+"""Samples, rendered scenes and clips, adapters to public data sets, and batches."""

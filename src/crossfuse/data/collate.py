@@ -198,8 +198,9 @@ def refuse_reserved(record: Record, processor: Any) -> None:
     reserved = {getattr(processor, name, None) for name in ("image_token", "video_token", "audio_token")}
     reserved |= set(tokenizer.all_special_tokens)
     for message in record.messages:
+        words = message.text
         for string in sorted(filter(None, reserved)):
-            if string in message.text:
+            if string in words:
                 raise ValueError(
                     f"record {record.id!r}: the text holds {string!r}, which is reserved; remove it, and mark the "
                     "place of an image by an image part"

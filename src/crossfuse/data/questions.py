@@ -33,7 +33,12 @@ from crossfuse.data.scenes import (
 _T = TypeVar("_T")
 
 QUESTION_KINDS: tuple[str, ...] = ("existence", "colour", "shape", "count", "relation", "caption")
-RELATIONS: dict[str, tuple[int, int]] = {"left of": (0, -1), "right of": (0, 1), "above": (1, -1), "below": (1, 1)}
+RELATIONS: dict[str, tuple[int, int]] = {
+    "left of": (0, -1),
+    "right of": (0, 1),
+    "above": (1, -1),
+    "below": (1, 1),
+}
 # Two centres must lie at least this share of the picture's side apart for a relation between them to be asked.
 RELATION_MARGIN = 0.15
 
@@ -226,9 +231,7 @@ def plural(kind: str) -> str:
     return f"{kind}es" if kind.endswith("s") else f"{kind}s"
 
 
-def _unique(
-    scene: Scene, attribute: Callable[[SceneObject], str], rng: random.Random
-) -> SceneObject | None:
+def _unique(scene: Scene, attribute: Callable[[SceneObject], str], rng: random.Random) -> SceneObject | None:
     counts = Counter(attribute(o) for o in scene.objects)
     single = [o for o in scene.objects if counts[attribute(o)] == 1]
     return rng.choice(single) if single else None

@@ -51,7 +51,9 @@ def _encode_image(value: str | bytes | Image.Image) -> Any:
 
 
 ImageSource = Annotated[
-    str | bytes | Image.Image, BeforeValidator(_decode_image), PlainSerializer(_encode_image, when_used="json")
+    str | bytes | Image.Image,
+    BeforeValidator(_decode_image),
+    PlainSerializer(_encode_image, when_used="json"),
 ]
 
 
@@ -220,4 +222,3 @@ def check_images(records: Iterable[Record]) -> list[tuple[str, str]]:
             except (OSError, ValueError) as error:
                 problems.append((record.id, str(error)))
     return problems
-

@@ -173,9 +173,7 @@ def render(scene: Scene) -> Image.Image:
     return canvas.reduce(_SUPERSAMPLING)
 
 
-def draw_shape(
-    draw: ImageDraw.ImageDraw, kind: str, box: tuple[float, float, float, float], fill: RGB | int
-) -> None:
+def draw_shape(draw: ImageDraw.ImageDraw, kind: str, box: tuple[float, float, float, float], fill: RGB | int) -> None:
     """Fill one shape into a box (pixels of the canvas, the last pixel excluded).
 
     Raises ``ValueError`` for an unknown kind.

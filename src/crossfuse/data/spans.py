@@ -42,12 +42,11 @@ def render_supervised(processor: Any, messages: list[dict[str, Any]], prompt_onl
         answer = "".join(part["text"] for part in message["content"] if part["type"] == "text")
         if not answer.strip():
             continue
-        end = _after_stop(processor.tokenizer, whole, start, end, answer)
-        if end is None:
-            end = len(through.rstrip())
-            if i + 1 == len(messages):
-                whole = whole[:end] + processor.tokenizer.eos_token
-                end = len(whole)
+        stop = _after_stop(processor.tokenizer, whole, start, end, answer)
+        end = len(through.rstrip()) if stop is None else stop
+        if stop is None and i + 1 == len(messages):
+            whole = whole[:end] + processor.tokenizer.eos_token
+            end = len(whole)
         spans.append((start, end))
     return SupervisedText(whole, tuple(spans))
 
@@ -59,10 +58,9 @@ def _render(processor: Any, messages: list[dict[str, Any]], opening: bool) -> st
 
 def _common(a: str, b: str) -> int:
     """Length of the common beginning (an opening may end in a blank that the answer's rendering lacks)."""
-    n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
-        n += 1
-    return n
+    if b.startswith(a):
+        return len(a)
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _after_stop(tokenizer: Any, text: str, start: int, end: int, answer: str) -> int | None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from crossfuse.evaluation.generation import left_padding
+from crossfuse.data.collate import Collator
+from crossfuse.data.records import Record
 
 
 @torch.inference_mode()
@@ -17,15 +18,13 @@ def cache_growth(model: Any, processor: Any, prompt: str, counts: Sequence[int])
 
     The pixels do not matter to the size, so blank pictures are used; their token count is the processor's.
     """
+    collate = Collator(processor, prompt_only=True)
     measured = []
     for count in counts:
-        content = [{"type": "image"} for _ in range(count)] + [{"type": "text", "text": prompt}]
-        text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-        images = [[Image.new("RGB", (64, 64), "white")] * count] if count else None
-        with left_padding(processor.tokenizer):
-            inputs = processor(images=images, text=[text], return_tensors="pt").to(model.device)
-        cache = model(**inputs, use_cache=True).cache
-        measured.append((count, cache_bytes_by_part(cache)))
+        blank = [Image.new("RGB", (64, 64), "white")] * count
+        inputs = collate([Record.of_question("blank", prompt, images=blank)])
+        inputs = {name: value.to(model.device) for name, value in inputs.items()}
+        measured.append((count, cache_bytes_by_part(model(**inputs, use_cache=True).cache)))
     return measured
 
 

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from crossfuse.data.records import Record
+from crossfuse.evaluation.generation import prompt_text
 from crossfuse.evaluation.scoring import Difference, Score, is_right, paired_difference, score
 from crossfuse.training.recipe import Recipe
 
@@ -18,6 +20,13 @@ class ScoredQuestion:
     prompt: str
     answer: str
     kind: str
+
+    @classmethod
+    def of(cls, record: Record) -> ScoredQuestion:
+        """From a record with an answer and, among its meta values, a "kind"."""
+        if record.answer is None:
+            raise ValueError(f"record {record.id!r} has no answer to score against")
+        return cls(record.id, prompt_text(record), record.answer, str(record.meta.get("kind", "question")))
 
 
 @dataclasses.dataclass(frozen=True)

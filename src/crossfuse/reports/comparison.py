@@ -86,7 +86,7 @@ def _scores(page: ReportPage, comparison: Comparison) -> None:
         [_score_row(comparison, outcome) for outcome in comparison.outcomes],
         caption=(
             f"{len(comparison.questions)} questions that training never saw. Intervals of shares: Wilson; of "
-            "differences: paired bootstrap over questions. Images shuffled: each question with another's image. "
+            "differences: Agresti and Min, paired by question. Images shuffled: each question with another's image. "
             "Unparsed: answers without a yes or no where one was asked for; they count as wrong."
         ),
     )
@@ -116,7 +116,7 @@ def _score_row(comparison: Comparison, outcome: Outcome) -> list[str]:
         outcome.name,
         f"{value.right} of {value.total}",
         f"{value.share:.1%}",
-        f"{low:.1%} – {high:.1%}",
+        f"{100 * low:.1f}–{high:.1%}",
         f"{shuffled.share:.1%}",
         str(value.unparsed),
         against,
@@ -125,7 +125,7 @@ def _score_row(comparison: Comparison, outcome: Outcome) -> list[str]:
 
 def _share(value: Score) -> str:
     low, high = value.interval
-    return f"{value.share:.0%} ({low:.0%} – {high:.0%})"
+    return f"{value.share:.0%} ({100 * low:.0f}–{high:.0%})"
 
 
 def _training(page: ReportPage, comparison: Comparison) -> None:

@@ -56,7 +56,6 @@ def cache_bytes(curves: Mapping[str, Curve], *, title: str = "Key-value cache") 
     axes.set_xlabel("images in the prompt")
     axes.set_ylabel(unit)
     axes.set_ylim(bottom=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False)
     return figure
 
@@ -77,12 +76,14 @@ def _figure(curves: Mapping[str, Curve], title: str) -> tuple[Figure, Axes]:
     # Figure without pyplot: nothing global is touched, so that threads and notebooks keep their own state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.grid(color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # steps and images are whole
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(title)
     return figure, axes

@@ -28,9 +28,11 @@ p.note { color: var(--soft); font-size: .92rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: .75rem 0; font-variant-numeric: tabular-nums; }
 caption { caption-side: bottom; text-align: left; color: var(--soft); font-size: .9rem; padding-top: .5rem; }
-th, td { padding: .4rem .8rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td { padding: .4rem .7rem; text-align: right; vertical-align: top; border-bottom: 1px solid var(--line); }
+thead th { vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; }
 thead th { border-bottom: 2px solid var(--accent); }
+td { min-width: 4.5rem; }
 tbody tr:nth-child(even) { background: var(--band); }
 .gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); gap: 1rem;
 } figure { margin: 1rem 0; }

@@ -39,8 +39,6 @@ class PlacedAnchor(Protocol):
     @property
     def column(self) -> int: ...
     @property
-    def grid(self) -> tuple[int, int]: ...
-    @property
     def cosine(self) -> float: ...
 
 
@@ -55,7 +53,12 @@ def anchor_labels(anchors: Sequence[PlacedAnchor], words: Sequence[str]) -> list
     return [(word, a.row, a.column, a.cosine) for a, word in zip(anchors, words, strict=True)]
 
 
-def draw_anchors(image: Image.Image, labels: Sequence[AnchorLabel], grid: tuple[int, int]) -> Image.Image:
+def draw_anchors(
+    image: Image.Image,
+    labels: Sequence[AnchorLabel],
+    grid: tuple[int, int],
+    area: tuple[float, float, float, float] | None = None,
+) -> Image.Image:
     """Draw anchors on a copy of `image`.
 
     Args:
@@ -63,7 +66,9 @@ def draw_anchors(image: Image.Image, labels: Sequence[AnchorLabel], grid: tuple[
             larger one keeps its size, and the lettering grows with it.
         labels: (word, row, column, cosine) of each anchor, rows and columns counted in patches from the top
             left.
-        grid: (rows, columns) of patches that cover the whole image.
+        grid: (rows, columns) of patches.
+        area: left, top, right, bottom of the grid in pixels of `image`, where a processor crops or pads; by
+            default the grid covers the whole image.
 
     Returns:
         A new RGB image.
@@ -80,12 +85,16 @@ def draw_anchors(image: Image.Image, labels: Sequence[AnchorLabel], grid: tuple[
     canvas = _enlarged(_on_white(image))
     layer = Image.new("RGBA", canvas.size, (0, 0, 0, 0))
     draw = ImageDraw.Draw(layer)
-    patch_width, patch_height = canvas.width / columns, canvas.height / rows
-    _draw_grid(draw, canvas.size, grid)
+    factor = canvas.width / image.width
+    covered = Box(0, 0, *canvas.size) if area is None else Box(*(edge * factor for edge in area))
+    patch_width = (covered.right - covered.left) / columns
+    patch_height = (covered.bottom - covered.top) / rows
+    _draw_grid(draw, canvas.size, grid, covered)
     font = _font(_font_size(canvas.size, (patch_width, patch_height)))
     texts: dict[Box, list[str]] = {}
     for word, row, column, cosine in labels:
-        patch = Box(column * patch_width, row * patch_height, (column + 1) * patch_width, (row + 1) * patch_height)
+        left, top = covered.left + column * patch_width, covered.top + row * patch_height
+        patch = _inside(Box(left, top, left + patch_width, top + patch_height), canvas.size)
         texts.setdefault(patch, []).append(f"{_visible(word)} {cosine:.2f}")
     line = max(2, round(min(canvas.size) / 300))
     placed: list[tuple[Box, str]] = []
@@ -119,15 +128,23 @@ def _enlarged(image: Image.Image) -> Image.Image:
     return image.resize(size, Image.Resampling.BILINEAR)
 
 
-def _draw_grid(draw: ImageDraw.ImageDraw, size: tuple[int, int], grid: tuple[int, int]) -> None:
-    width, height = size
+def _inside(box: Box, size: tuple[int, int]) -> Box:
+    """The part of a box that lies on the picture (a line on its edge where a processor's padding is meant)."""
+    x = [min(max(edge, 0.0), size[0]) for edge in (box.left, box.right)]
+    y = [min(max(edge, 0.0), size[1]) for edge in (box.top, box.bottom)]
+    return Box(x[0], y[0], x[1], y[1])
+
+
+def _draw_grid(draw: ImageDraw.ImageDraw, size: tuple[int, int], grid: tuple[int, int], area: Box) -> None:
     line = max(1, round(min(size) / 1000))
-    for column in range(1, grid[1]):
-        x = width * column / grid[1]
-        draw.line([(x, 0), (x, height)], fill=(128, 128, 128, 130), width=line)
-    for row in range(1, grid[0]):
-        y = height * row / grid[0]
-        draw.line([(0, y), (width, y)], fill=(128, 128, 128, 130), width=line)
+    seen = _inside(area, size)
+    margins = seen != Box(0, 0, *size)
+    for column in range(0 if margins else 1, grid[1] + margins):
+        x = area.left + (area.right - area.left) * column / grid[1]
+        draw.line([(x, seen.top), (x, seen.bottom)], fill=(128, 128, 128, 130), width=line)
+    for row in range(0 if margins else 1, grid[0] + margins):
+        y = area.top + (area.bottom - area.top) * row / grid[0]
+        draw.line([(seen.left, y), (seen.right, y)], fill=(128, 128, 128, 130), width=line)
 
 
 def _font_size(size: tuple[int, int], patch: tuple[float, float]) -> int:

@@ -57,5 +57,5 @@ def radar_chart(scores: Mapping[str, Mapping[str, float]], *, title: str = "") -
     axes.set_yticks([0.25, 0.5, 0.75, 1.0], ["25 %", "50 %", "75 %", "100 %"], color="#666666", fontsize=8)
     if title:
         axes.set_title(title, pad=24)
-    figure.legend(loc="outside lower center", ncols=min(len(scores), 4), frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure

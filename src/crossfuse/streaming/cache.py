@@ -73,6 +73,13 @@ class FusedLayer(DynamicLayer):
 class FusionCache(DynamicCache):
     """Cache of one batch of streams on one fused model; made by ``generate``, by the first forward or `new_cache`."""
 
+    user_length: int
+    fused_length: int
+    croppable: int  # trailing tokens that are the same in both lengths
+    mask: Tensor | None  # (B, fused_length) bool
+    next_position: Tensor | None  # (B,) long
+    window: WindowState | None
+
     def __init__(self, layers: int) -> None:
         super().__init__()
         self.layers = [FusedLayer() for _ in range(layers)]
@@ -114,7 +121,7 @@ class FusionCache(DynamicCache):
             self.window = WindowState(**fields)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -163,10 +170,9 @@ class FusionCache(DynamicCache):
         super().reset()
         self.user_length = 0
         self.fused_length = 0
-        self.croppable = 0  # trailing tokens that are the same in both lengths
-        self.mask: Tensor | None = None  # (B, fused_length) bool
-        self.next_position: Tensor | None = None  # (B,) long
-        self.window: WindowState | None = None
+        self.croppable = 0
+        self.mask = self.next_position = None
+        self.window = None
 
     def memory(self) -> dict[str, int]:
         """Bytes by part: ``self_attention`` (text), ``images`` and ``window_text`` (cross-attention)."""

@@ -6,7 +6,7 @@ a call, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,18 +92,29 @@ class Engine:
 
         ``joined`` is a cache that `stack` made of these streams; it then takes the tokens in their place.
         """
-        queues = []
-        for stream in streams:
-            self._check_ending(stream)
-            capacity = 2**31 if self.budget.capacity is None else self.budget.capacity
-            queues.append(list(pieces(stream.pending, capacity, self.cost)))
+        queues = [list(self._pieces(stream)) for stream in streams]
         while any(queues):
-            busy = [(s, q.pop(0)) for s, q in zip(streams, queues, strict=True) if q]
+            busy = [i for i, queue in enumerate(queues) if queue]
             if joined is not None and len(busy) < len(streams):
                 raise ValueError("streams that share a cache must all have something to forward")
-            self._forward([s for s, _ in busy], [p for _, p in busy], joined)
-            for stream, queue in zip(streams, queues, strict=True):  # an error later on finds these forwarded
-                stream.pending = [segment for piece in queue for segment in piece]
+            groups = [busy] if joined is not None else _alike(busy, [len(_ids(q[0], 0)) if q else 0 for q in queues])
+            for group in groups:
+                self._forward([streams[i] for i in group], [queues[i].pop(0) for i in group], joined)
+                for i in group:  # an error later on finds these forwarded
+                    streams[i].pending = [segment for piece in queues[i] for segment in piece]
+
+    def check(self, stream: Stream) -> None:
+        """ValueError where what waits in this stream cannot be forwarded."""
+        waiting = sum(self._run(s).positions if isinstance(s, EncodedFrame) else len(s) for s in stream.pending)
+        for _ in self._pieces(stream):
+            pass
+        if self.budget.max_text_tokens is None:
+            self._check_positions(stream, waiting)
+
+    def _pieces(self, stream: Stream) -> Iterator[Piece]:
+        self._check_ending(stream)
+        capacity = 2**31 if self.budget.capacity is None else self.budget.capacity
+        return pieces(stream.pending, capacity, self.cost)
 
     def _check_ending(self, stream: Stream) -> None:
         if self.fusion.drops_images and stream.ends_with_image:
@@ -118,7 +129,9 @@ class Engine:
 
     @torch.inference_mode()
     def _forward(self, streams: list[Stream], calls: list[Piece], joined: FusionCache | None) -> None:
-        added = [[self._run(s) if isinstance(s, EncodedFrame) else Run(len(s), len(s), False) for s in c] for c in calls]
+        added = [
+            [self._run(s) if isinstance(s, EncodedFrame) else Run(len(s), len(s), False) for s in c] for c in calls
+        ]
         for stream, runs in zip(streams, added, strict=True):
             tokens = sum(run.tokens for run in runs)
             if joined is None:
@@ -193,6 +206,17 @@ class Engine:
         elif self.backbone.mrope:
             counted = counted.expand(3, -1, -1)
         return counted + start[:, None]
+
+
+def _alike(indices: list[int], lengths: list[int]) -> list[list[int]]:
+    """Groups whose calls are of similar length: a long prompt of one stream is no padding in all the others."""
+    groups: list[list[int]] = []
+    for index in sorted(indices, key=lambda i: lengths[i]):
+        if groups and lengths[index] <= max(32, 2 * lengths[groups[-1][0]]):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return [sorted(group) for group in groups]
 
 
 def _ids(call: Piece, placeholder: int) -> list[int]:

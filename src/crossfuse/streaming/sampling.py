@@ -60,8 +60,12 @@ class Sampler:
     """Chooses tokens for one stream; remembers what it chose lately."""
 
     def __init__(self, decoding: Decoding, never: tuple[int, ...], stops: tuple[int, ...]):
-        from transformers import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper
-        from transformers import TopKLogitsWarper, TopPLogitsWarper
+        from transformers import (
+            NoRepeatNGramLogitsProcessor,
+            TemperatureLogitsWarper,
+            TopKLogitsWarper,
+            TopPLogitsWarper,
+        )
 
         self.decoding, self.never = decoding, list(never)
         self.stops = frozenset(stops) | frozenset(decoding.stop_tokens)

@@ -99,7 +99,9 @@ def _check_model(session: StreamSession, header: dict[str, Any], tensors: dict[s
     # JSON has no tuples; what is compared is what would be written.
     if json.loads(json.dumps(own)) != saved:
         changed = [name for name in {**own, **saved} if own.get(name) != saved.get(name)]
-        raise ValueError(f"{path} was made with another fusion (differs in {', '.join(sorted(changed))}); fuse it so first")
+        raise ValueError(
+            f"{path} was made with another fusion (differs in {', '.join(sorted(changed))}); fuse it so first"
+        )
     if header["layers"] != session.engine.layers:
         raise ValueError(f"{path} has {header['layers']} layers, the model has {session.engine.layers}")
     config = session.engine.model.config.get_text_config()
@@ -136,4 +138,3 @@ def _restore(stream: Stream, header: dict[str, Any], tensors: dict[str, Tensor])
         arguments = {k: tensors[f"pending.{number}.arguments.{k}"] for k in segment["arguments"]}
         grid = None if segment["grid"] is None else tuple(segment["grid"])
         stream.pending.append(EncodedFrame(tensors[f"pending.{number}.features"], grid, arguments))  # type: ignore[arg-type]
-

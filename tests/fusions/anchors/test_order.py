@@ -61,7 +61,12 @@ def test_text_into_image_is_the_algorithm(images, texts, threshold, copy_order, 
 
 
 @given(
-    st.lists(vector, max_size=7), st.lists(vector, min_size=1, max_size=7), THRESHOLDS, ORDERS, DTYPES, st.integers(0, 3)
+    st.lists(vector, max_size=7),
+    st.lists(vector, min_size=1, max_size=7),
+    THRESHOLDS,
+    ORDERS,
+    DTYPES,
+    st.integers(0, 3),
 )
 def test_image_into_text_is_the_algorithm(images, texts, threshold, copy_order, dtype, pauses):
     expected = list(range(len(images))) + [

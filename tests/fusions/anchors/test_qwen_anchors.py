@@ -306,7 +306,7 @@ def test_checkpointing_changes_no_gradient(fusion):
     for checkpointing in (False, True):
         model = xf.fuse(qwen(), fusion)
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         model.train()
         model(**labelled(batch(*ROWS)), use_cache=False).loss.backward()
         found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})

@@ -82,9 +82,7 @@ def rows_of(inputs: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     for row in range(len(inputs["input_ids"])):
         real = inputs["attention_mask"][row].bool()
         single = {
-            n: v[row : row + 1, real]
-            for n, v in inputs.items()
-            if v.ndim == 2 and v.shape == inputs["input_ids"].shape
+            n: v[row : row + 1, real] for n, v in inputs.items() if v.ndim == 2 and v.shape == inputs["input_ids"].shape
         }
         for kind, pixels, name in ((IMAGE, "pixel_values", "image"), (VIDEO, "pixel_values_videos", "video")):
             left = int((inputs["input_ids"][row] == kind).sum())

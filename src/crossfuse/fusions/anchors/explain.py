@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crossfuse.fusions.anchors.image_anchors import ImageAnchors
 from crossfuse.fusions.anchors.similarity import BestPartner
 from crossfuse.fusions.anchors.text_anchors import TextAnchors
 from crossfuse.prompt import prompt_before_labels
@@ -17,9 +18,12 @@ from crossfuse.sequence import MultimodalSequence
 
 @dataclasses.dataclass(frozen=True)
 class Anchor:
-    """One copied text token and the image patch that it stands next to."""
+    """A text token and an image token one of which is copied next to the other.
 
-    token_index: int  # column of the token in its row of input_ids
+    `TextAnchors` copies the text token behind the image token, `ImageAnchors` the image token behind the text token.
+    """
+
+    token_index: int  # column of the text token in its row of input_ids
     token_id: int
     image_index: int  # image within the sample
     patch_index: int  # image token within the image
@@ -29,18 +33,33 @@ class Anchor:
     cosine: float
 
 
-def match_prompt(model: Any, inputs: dict[str, Any]) -> tuple[MultimodalSequence, BestPartner, TextAnchors]:
-    """Best image token of every candidate text token of a processor's batch; matching as in a prefill.
+def match_prompt(
+    model: Any, inputs: dict[str, Any]
+) -> tuple[MultimodalSequence, BestPartner, TextAnchors | ImageAnchors]:
+    """Best partner of every candidate (text tokens for `TextAnchors`, image tokens for `ImageAnchors`) of a batch.
 
-    A model that is not fused, or fused otherwise, is matched with `TextAnchors`' default candidates.
+    Matching is that of a prefill. A model that is not fused is matched with `TextAnchors`' default candidates.
+    """
+    sequence, used = anchor_sequence(model, inputs)
+    with torch.no_grad():
+        return sequence, used.match(sequence), used
+
+
+def anchor_sequence(model: Any, inputs: dict[str, Any]) -> tuple[MultimodalSequence, TextAnchors | ImageAnchors]:
+    """A processor's batch as the fusion sees it (embeddings with image tokens in place), and that fusion.
+
+    inputs: input_ids (B, L), attention_mask, pixels and grids; optionally labels, prompt_mask, anchor_mask. Gradients are
+    recorded where they are enabled.
     """
     from crossfuse.api import fused, fusion_of
 
     fusion = fusion_of(model)
-    if fusion is not None and not isinstance(fusion, TextAnchors):
-        raise ValueError(f"the model is fused with {fusion.name}; anchors need TextAnchors or an unfused model")
+    if fusion is not None and not isinstance(fusion, (TextAnchors, ImageAnchors)):
+        raise ValueError(f"the model is fused with {fusion.name}; anchors need TextAnchors, ImageAnchors or no fusion")
+    if getattr(model, "get_base_model", None) is not None:
+        model = model.get_base_model()
     context = contextlib.nullcontext(model) if fusion is not None else fused(model, TextAnchors())
-    with context, torch.no_grad():
+    with context:
         body = model.model
         prompt = inputs.get("prompt_mask")
         if prompt is None:
@@ -54,14 +73,13 @@ def match_prompt(model: Any, inputs: dict[str, Any]) -> tuple[MultimodalSequence
         sequence = body._sequence(
             inputs["input_ids"], inputs.get("attention_mask"), None, None, images, masks, None, 0, inputs
         )  # fmt: skip
-        used = body._fusion
-        return sequence, used.match(sequence), used
+        return sequence, body._fusion
 
 
 def explain_anchors(model: Any, inputs: dict[str, Any]) -> list[list[Anchor]]:
-    """Anchors that `TextAnchors` inserts for a processor's batch: one list a sample, in prompt order.
+    """Anchors that `TextAnchors` or `ImageAnchors` inserts for a processor's batch: one list a sample, in reading order.
 
-    ``model`` is fused with `TextAnchors` (its threshold decides), ``inputs`` hold input_ids (B, L), attention_mask,
+    ``model`` is fused with either (its threshold decides), ``inputs`` hold input_ids (B, L), attention_mask,
     pixel_values and, optionally, labels, prompt_mask, anchor_mask.
     """
     sequence, best, fusion = match_prompt(model, inputs)
@@ -73,8 +91,10 @@ def explain_anchors(model: Any, inputs: dict[str, Any]) -> list[list[Anchor]]:
     inserted = ((best.cosine >= fusion.threshold) & (best.partner >= 0)).nonzero().tolist()
     anchors: list[list[Anchor]] = [[] for _ in range(len(sequence.input_ids))]
     for sample, slot in inserted:
-        token = int(best.column[sample, slot])
-        place = int(rank[sample, best.partner[sample, slot]])
+        token, patch_column = int(best.column[sample, slot]), int(best.partner[sample, slot])
+        if isinstance(fusion, ImageAnchors):
+            token, patch_column = patch_column, token
+        place = int(rank[sample, patch_column])
         image = int(torch.searchsorted(ends, place, right=True))
         own = sequence.is_image[sample].nonzero()
         first = int(torch.searchsorted(ends, int(rank[sample, own[0, 0]]), right=True))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from crossfuse.fusion import Fusion
 from crossfuse.fusions.anchors.order import COPY_ORDERS, order_with_copies
+from crossfuse.fusions.anchors.pruning import check_kept_share, pruned_image_tokens
 from crossfuse.fusions.anchors.similarity import BestPartner, best_partner
 from crossfuse.sequence import gather_by
 
@@ -30,6 +31,8 @@ class TextAnchors(Fusion):
     copy_order: ``"algorithm"`` (several copies on one image token stand in reverse prompt order) or ``"prompt"``.
     positions: ``"sequential"`` counts the fused sequence; with ``"inherit"`` a copy shares its image token's position.
     exclude_token_ids: token ids that are never copied, besides the special tokens.
+    keep_image_tokens: the share of each image's tokens that stays in the sequence: those of highest cosine to any
+        candidate text token, and every one that carries an anchor. None keeps all. See `crossfuse.fusions.anchors.pruning`.
     """
 
     name: ClassVar[str] = "text-anchors"
@@ -40,13 +43,19 @@ class TextAnchors(Fusion):
     copy_order: str = "algorithm"
     positions: str = "sequential"
     exclude_token_ids: tuple[int, ...] = ()
+    keep_image_tokens: float | None = None
 
     def __post_init__(self) -> None:
         check_anchor_fields(self)
+        check_kept_share(self.keep_image_tokens)
 
     @property
     def is_identity(self) -> bool:
-        return self.threshold >= 1 and (self.compress is None or self.compress.is_identity)
+        return self.threshold >= 1 and not self._prunes and (self.compress is None or self.compress.is_identity)
+
+    @property
+    def _prunes(self) -> bool:
+        return self.keep_image_tokens is not None and self.keep_image_tokens < 1
 
     def match(self, sequence: MultimodalSequence) -> BestPartner:
         """The best image token of every candidate text token."""
@@ -55,13 +64,19 @@ class TextAnchors(Fusion):
 
     def arrange(self, sequence: MultimodalSequence, cache: FusionCache | None) -> Layout | None:
         changed = self.compress is not None and not self.compress.is_identity
-        if self.threshold >= 1 or sequence.image_features is None:
+        if self.is_identity or sequence.image_features is None:
             return sequence.plain_layout() if changed else None
-        best = self.match(sequence)
-        inserted = (best.cosine >= self.threshold) & (best.partner >= 0)
-        if not bool(inserted.any()):
+        texts, images = candidates(sequence, self.exclude_token_ids)
+        best = best_partner(sequence.embeds, texts, images, sequence.segments)
+        inserted = (best.cosine >= self.threshold) & (best.partner >= 0) & (self.threshold < 1)
+        valid = sequence.valid
+        if self._prunes:
+            assert self.keep_image_tokens is not None
+            anchored = torch.zeros_like(images).scatter_reduce(1, best.partner.clamp(min=0), inserted, reduce="amax")
+            valid = valid & ~pruned_image_tokens(sequence, texts, images, anchored, self.keep_image_tokens)
+        elif not bool(inserted.any()):
             return sequence.plain_layout() if changed else None
-        layout = order_with_copies(sequence.valid, best.column, best.partner, inserted, self.copy_order)
+        layout = order_with_copies(valid, best.column, best.partner, inserted, self.copy_order)
         place_copies(layout, sequence, self.positions)
         return layout
 

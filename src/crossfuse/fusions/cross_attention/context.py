@@ -40,6 +40,7 @@ class CrossContext:
     text_stored: int  # columns that the cache keeps
     window: WindowState | None  # the cache's state after this call
     touch: bool = False  # training without any image: only touch the parameters
+    unseen: bool = False  # training without any image, where text attends to text: touch the image side
     updated: list[Tensor | None] | None = None  # image states before every block, each written once (CA+FFN)
 
     def image_states(self, block: int) -> Tensor | None:
@@ -137,13 +138,14 @@ def cross_context(
             scale = getattr(decoder.rotary_emb, "attention_scaling", 1.0)
             shift = (cos / scale, sin / scale)
     windows, active, gist_windows = seen.windows()
+    features = sequence.dummy_features if sequence.image_features is None else sequence.image_features
     window, store = (None, None) if cache is None else seen.next_state(state)
     return CrossContext(
         backbone=backbone,
         windows=windows,
         active=active,
         gist_windows=gist_windows,
-        features=sequence.image_features,
+        features=features,
         image_rope=rope,
         image_order=seen.image_order,
         image_store=store,
@@ -151,7 +153,8 @@ def cross_context(
         text_order=seen.text_order,
         text_stored=0 if window is None else int(window.text_counts.max()),
         window=window,
-        updated=_slots(fusion, decoder, sequence.image_features),
+        unseen=sequence.image_features is None and features is not None,
+        updated=_slots(fusion, decoder, features),
     )
 
 

@@ -38,10 +38,11 @@ class CrossAttention(Fusion):
     replace: D3, CA^feather: cross-attention takes the place of self-attention in its blocks (needs ``every`` >= 2).
     update_images: D4, CA+FFN: image tokens pass through every block's feed-forward network, with the block's own norm.
     history: D5, how many windows of images are visible; None shows all.
-    video_windows: D5, ``"frame"`` gives every frame of a video its own window, ``"all"`` puts all frames into the window of
-        the text that follows.
-    gist_tokens: D5, this many learned tokens after every image (every frame): one stream position and one self-attention
-        entry each; in cross-attention they see images alone, under joint_text too, and no text sees them there.
+    video_windows: D5, ``"frame"`` gives every frame of a video its own window, ``"all"`` puts all frames into the
+        window of the text that follows.
+    gist_tokens: D5, this many learned tokens after every image (every frame): one stream position and one
+        self-attention entry each; in cross-attention they see images alone, under joint_text too, and no text sees
+        them there.
     gate: ``"tanh"`` is a zero-initialised gate (Flamingo's), for comparison.
     """
 
@@ -122,9 +123,11 @@ class CrossAttention(Fusion):
         for attribute in ("attn_logit_softcapping", "sinks"):
             if getattr(attention, attribute, None) is not None:
                 raise ValueError(f"{name} uses {attribute}, which cross-attention would have to ignore; not supported")
-        if self.joint_text and getattr(attention, "sliding_window", None):
+        # Qwen2 says per layer whether it slides; Mistral's layers all follow the config.
+        window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        if self.joint_text and window:
             raise ValueError(
-                f"{name} has a sliding window of {attention.sliding_window} tokens, which joint_text=True would have to "
+                f"{name} has a sliding window of {window} tokens, which joint_text=True would have to "
                 "ignore; use joint_text=False or a model without sliding windows"
             )
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def text_layout(fusion: CrossAttention, sequence: MultimodalSequence) -> Layout:
-    """Text tokens in their order; behind every image (every frame of a video) its gists, hosted by its last placeholder."""
+    """Text in its order; behind every image (every frame of a video) its gists, hosted by its last placeholder."""
     if sequence.image_features is None:
         return sequence.plain_layout()
     text = sequence.valid & ~sequence.is_image

@@ -114,8 +114,8 @@ class Visibility:
             self.text_offset = self.text_order.shape[1] - self.real.shape[1]
 
     def windows(self) -> tuple[Windows, Tensor | None, Windows | None]:
-        """Blocks of consecutive queries with the same keys, the flat indices of all their queries, and, with joint text,
-        the blocks of gists, whose queries come last."""
+        """Blocks of consecutive queries with equal keys and the flat indices of their queries; with joint text also the
+        blocks of gists, whose queries come last."""
         sees = self.range_length > 0
         joint = self.fusion.joint_text
         if joint:
