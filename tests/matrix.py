@@ -50,8 +50,20 @@ def name_of(fusion: xf.Fusion) -> str:
     return ",".join(parts)
 
 
+def adds_tokens(fusion: xf.Fusion) -> bool:
+    """Learned or pause tokens of its own, also where there is no image."""
+    return bool(getattr(fusion, "pause_tokens", 0))
+
+
+def gists(fusion: xf.Fusion) -> int:
+    return getattr(fusion, "gist_tokens", 0)
+
+
 CONFIGURATIONS = [fusion for row in MATRIX.values() for fusion in row]
 every_fusion = pytest.mark.parametrize("fusion", CONFIGURATIONS, ids=name_of)
 cross_attention = pytest.mark.parametrize("fusion", MATRIX["cross-attention"], ids=name_of)
 text_anchors = pytest.mark.parametrize("fusion", MATRIX["text-anchors"][:3], ids=name_of)
+bare_cross_attention = pytest.mark.parametrize(  # nothing stands between an image and the next text
+    "fusion", [f for f in MATRIX["cross-attention"] if not gists(f)], ids=name_of
+)
 identities = pytest.mark.parametrize("fusion", [f for f in CONFIGURATIONS if f.is_identity], ids=name_of)

@@ -63,19 +63,15 @@ def test_saved_fusion_is_named(run, tmp_path):
     assert "saved with     fusion text-anchors" in out
 
 
-def test_decoder_without_rotary_layers_is_refused(run, tmp_path):
-    from transformers import OPTConfig
+def test_a_fusion_that_does_not_fit_says_why(run, monkeypatch):
+    def refuse(*_):
+        raise ValueError("OddAttention has no q_proj")
 
-    LlavaConfig(
-        text_config=OPTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=32, vocab_size=50),
-        vision_config=CLIPVisionConfig(
-            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-        ),
-        architectures=["LlavaForConditionalGeneration"],
-    ).save_pretrained(tmp_path)
-    code, _, err = run("info", str(tmp_path))
-    assert code == 2
-    assert "has no rotary layers; supported are decoders built like Llama" in err
+    monkeypatch.setattr(xf.CrossAttention, "check_model", refuse)
+    code, out, _ = run("info")
+    assert code == 0
+    assert "cross-attention does not fit: OddAttention has no q_proj" in out
+    assert numbers(out, "insertion")[0] == 0
 
 
 def test_images_of_any_size(run, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import crossfuse as xf
-from matrix import CONFIGURATIONS, cross_attention, every_fusion, name_of
+from matrix import CONFIGURATIONS, adds_tokens, cross_attention, every_fusion, name_of
 from tiny import I, assert_close, batch, fused, gradients, labelled, llava, rows_of
 
 ROWS = [[2, I, 5], [6], [1, I, 2, I, 4]]
@@ -73,7 +73,7 @@ def test_reentrant_checkpointing_set_on_one_layer_is_found():
 
 @every_fusion
 def test_the_loss_alone_equals_the_loss(fusion):
-    """`return_logits=False`: the same loss and gradients, logits of labelled rows only; also with num_items_in_batch."""
+    """`return_logits=False`: the same loss and gradients, logits of labelled rows only."""
     inputs = labelled(batch(*ROWS))
     model = fused(fusion)
     for extra in ({}, {"num_items_in_batch": torch.tensor(40)}):
@@ -99,7 +99,6 @@ def test_l4_num_items_in_batch_makes_accumulation_exact(fusion):
     total: dict = {}
     singles = rows_of(inputs)
     for row in singles:
-        row["labels"] = row["labels"] if "labels" in row else None
         for name, gradient in gradients(model, row, num_items_in_batch=items).items():
             total[name] = total.get(name, 0) + gradient
     for name, gradient in whole.items():
@@ -118,10 +117,10 @@ def test_m2_a_step_without_images_touches_every_parameter(fusion):
         part = ".cross." in name or "vision_tower" in name or "multi_modal_projector" in name
         if parameter.requires_grad and part and not any(u in name for u in UNUSED):
             assert name in found, name
-            if "replace" not in name_of(fusion):
+            if not getattr(fusion, "replace", False):
                 assert not found[name].any(), name
     loss = model.train()(**inputs).loss
-    if not getattr(fusion, "replace", False):
+    if not getattr(fusion, "replace", False) and not adds_tokens(fusion):
         assert_close(loss, llava()(**inputs).loss)
 
 
@@ -177,8 +176,16 @@ def test_g2_a_frozen_tower_keeps_no_activations(fusion):
 def test_d3_vision_in_float32_and_the_language_model_in_bfloat16(fusion):
     """Parts of different precision meet without autocast: new layers take the LLM's dtype, the loss stays close."""
     inputs = labelled(batch(*ROWS), 3)
-    exact = fused(fusion).train()(**inputs).loss.item()
-    model = llava()
+
+    def calmer():
+        """Weights scaled down: bfloat16 rounds to 3 digits, and the tiny model amplifies that on purpose."""
+        model = llava()
+        for parameter in model.model.language_model.parameters():
+            parameter.data.div_(3 if parameter.ndim == 2 else 1)
+        return model
+
+    exact = xf.fuse(calmer(), fusion).train()(**inputs).loss.item()
+    model = calmer()
     model.model.language_model.bfloat16()
     model.lm_head.bfloat16()
     model = xf.fuse(model, fusion)
@@ -204,7 +211,9 @@ def test_unfuse_after_training_leaves_the_base_weights_untouched(fusion):
         model.train()(**inputs).loss.backward()
         optimiser.step()
         model.eval()
-        assert any(not torch.equal(p, q) for p, q in zip(new, xf.fusion_parameters(fused(fusion)).values()))
+        assert any(
+            not torch.equal(p, q) for p, q in zip(new, xf.fusion_parameters(fused(fusion)).values(), strict=True)
+        )
     xf.unfuse(model)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     assert torch.equal(model(**inputs).logits, out)

@@ -116,7 +116,7 @@ def test_errors(tmp_path):
     for kind, suffix in ((SrtWriter, ".srt"), (VttWriter, ".vtt"), (JsonlWriter, ".jsonl")):
         path = tmp_path / f"other{suffix}"
         path.write_text("Dear diary,\n\nnothing here is a caption.\n\n")
-        with pytest.raises(ValueError, match="give another --out|no caption"):
+        with pytest.raises(ValueError, match=r"give another --out|no caption"):
             kind(path, resume=True)
         assert path.read_text().startswith("Dear diary")
 

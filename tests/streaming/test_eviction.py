@@ -1,7 +1,7 @@
 """Bounded text: a model of one layer shows that what stays is seen as if it had been the whole stream.
 
-With one layer, keys and values depend on their own token alone. So after eviction the logits must equal those of a fresh
-forward over the tokens that are left, whatever was evicted and in which portions.
+With one layer, keys and values depend on their own token alone. So after eviction the logits must equal those of a
+fresh forward over the tokens that are left, whatever was evicted and in which portions.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def test_saved_session_names_what_does_not_fit(fused, processor, picture, tmp_pa
     session.forward()
     path = tmp_path / "session.safetensors"
     session.save(path)
-    with pytest.raises(ValueError, match="another fusion .differs in joint_text"):
+    with pytest.raises(ValueError, match=r"another fusion .differs in joint_text"):
         StreamSession.load(path, fused(xf.CrossAttention(joint_text=True)), processor)
     with pytest.raises(ValueError, match="key heads of 2 x 8, the model has 4 x 8"):
         StreamSession.load(path, fused(xf.CrossAttention(), num_key_value_heads=4), processor)
@@ -213,9 +213,9 @@ def test_errors_say_what_to_do(fused, processor, picture):
     model = fused(xf.CrossAttention())
     with pytest.raises(ValueError, match="text-anchors decides over a whole prompt"):
         StreamSession(fused(xf.TextAnchors()), processor)
-    with pytest.raises(ValueError, match="at most 512 .* got 600"):
+    with pytest.raises(ValueError, match=r"at most 512 .* got 600"):
         StreamSession(model, processor, max_text_tokens=600)
-    with pytest.raises(ValueError, match="at least 6 .sink_tokens . 2.; got 5"):
+    with pytest.raises(ValueError, match=r"at least 6 .sink_tokens . 2.; got 5"):
         StreamSession(model, processor, max_text_tokens=5)
     session = StreamSession(model, processor, delimiter="")
     with pytest.raises(ValueError, match="the stream is empty"):
@@ -229,7 +229,7 @@ def test_errors_say_what_to_do(fused, processor, picture):
         session.add_frame([1, 2])
     small = StreamSession(fused(xf.Insertion()), processor, max_text_tokens=20)
     small.add_frame(picture(0))
-    with pytest.raises(ValueError, match="one frame takes 17 tokens .* holds 16"):
+    with pytest.raises(ValueError, match=r"one frame takes 17 tokens .* holds 16"):
         small.forward()
 
 

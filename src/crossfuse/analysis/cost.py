@@ -126,12 +126,14 @@ def _one_image(body: Any) -> tuple[int, int]:
 def _decoder(decoder: Any, tokens: int, width: int, *, cached: int = 0) -> int:
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=decoder.config)
+    config = decoder.config
+    cache = DynamicCache(config=config)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dtype = next(decoder.parameters()).dtype
     if cached:
-        for index, layer in enumerate(decoder.layers):
-            heads, size = _key_heads(layer.self_attn), layer.self_attn.head_dim
-            past = torch.empty(1, heads, cached, size, dtype=dtype, device="meta")
+        past = torch.empty(1, heads, cached, size, dtype=dtype, device="meta")
+        for index in range(len(decoder.layers)):
             cache.update(past, past, index)
     # A mask of four dimensions is taken as it is; a smaller one would be looked into, and there is nothing to
     # see.
@@ -169,10 +171,6 @@ def _per_token(attention: Any, fusion: CrossAttention, images: int, texts: int) 
         # Shared queries and text keys are those that self-attention has computed already.
         added += query + (keys if fusion.joint_text else 0)
     return added
-
-
-def _key_heads(attention: Any) -> int:
-    return int(attention.k_proj.out_features // attention.head_dim)
 
 
 def _square(tokens: int) -> tuple[int, int]:

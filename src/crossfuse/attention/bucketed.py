@@ -161,11 +161,12 @@ def _attend_one(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor],
     heads, width = query.shape[2:]
     key_heads = keys[0].shape[2]
     folded = query.view(key_heads, heads // key_heads, width) * (width**-0.5 if scale is None else scale)
-    image_scores, text_scores = (folded @ part[0].permute(1, 2, 0) for part in keys)
+    image_scores = torch.bmm(folded, keys[0][0].permute(1, 2, 0))
+    text_scores = torch.bmm(folded, keys[1][0].permute(1, 2, 0))
     weights = torch.cat((image_scores, text_scores), dim=-1).softmax(dim=-1)
-    split = image_scores.shape[-1]
-    image_values, text_values = (part[0].transpose(0, 1) for part in values)
-    out = torch.baddbmm(weights[..., :split] @ image_values, weights[..., split:], text_values)
+    image_weights, text_weights = weights.split((keys[0].shape[1], keys[1].shape[1]), dim=-1)
+    out = torch.bmm(image_weights, values[0][0].transpose(0, 1))
+    out = torch.baddbmm(out, text_weights, values[1][0].transpose(0, 1))
     return out.reshape(1, heads, width)
 
 

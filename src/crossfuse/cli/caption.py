@@ -68,8 +68,8 @@ def caption(
     frames = _peeked(read_video(video, fps=fps, max_frames=max_frames, max_pixels=max_pixels))
     with contextlib.ExitStack() as files:
         files.callback(frames.close)
-        writer = files.enter_context(caption_writer(out, resume))
-        burned = None
+        writer: Any = files.enter_context(caption_writer(out, resume))
+        burned: Any = None
         if burn is not None:
             from crossfuse.streaming.burn import BurnedVideo
 

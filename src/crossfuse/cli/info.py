@@ -67,13 +67,10 @@ def _saved_fusion(directory: str) -> str | None:
 def _without_weights(config: Any) -> Any:
     """The model of the configuration, its parameters without storage."""
     import torch
-    import transformers
+    from transformers import AutoModelForImageTextToText
 
-    from crossfuse.backbones import supported_architectures
-
-    architecture = next(name for name in config.architectures if name in supported_architectures())
     with torch.device("meta"):
-        return getattr(transformers, architecture)(config)
+        return AutoModelForImageTextToText.from_config(config)
 
 
 def _images(vision: Any) -> str:

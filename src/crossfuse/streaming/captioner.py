@@ -62,11 +62,17 @@ def stream_prompt(prompt: str) -> FramePrompt:
 
 
 def turn_prompt(processor: Any, prompt: str) -> FramePrompt:
-    """A turn of the model's chat template for each frame. ValueError where the template has no place for an image."""
-    from crossfuse.evaluation.generation import chat_prompt
+    """A turn of the model's chat template for each frame.
 
+    ValueError where the prompt is blank or holds the image placeholder, or the template has no place for one image.
+    """
     placeholder = processor.image_token
-    written = chat_prompt(processor, prompt, images=1)
+    if not prompt.strip():
+        raise ValueError('the prompt is empty; say what to do with a frame, as "describe the image"')
+    if placeholder in prompt:
+        raise ValueError(f"the prompt holds {placeholder!r}, which stands for an image in this model")
+    content = [{"type": "image"}, {"type": "text", "text": prompt}]
+    written: str = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     if written.count(placeholder) != 1:
         raise ValueError(
             f"the chat template writes {written.count(placeholder)} placeholders for one image; use --layout stream"

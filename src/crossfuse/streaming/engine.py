@@ -20,7 +20,7 @@ from crossfuse.sequence import count_positions
 from crossfuse.streaming.cache import FusionCache
 from crossfuse.streaming.eviction import TextBudget, make_room
 from crossfuse.streaming.stacking import stack, unstack
-from crossfuse.streaming.stream import EncodedFrame, Piece, Run, Stream, pieces
+from crossfuse.streaming.stream import EncodedFrame, Piece, Run, Segment, Stream, pieces
 
 
 class Engine:
@@ -81,10 +81,12 @@ class Engine:
         rows, columns = self.compress.grid(frame.grid)
         return rows * columns
 
-    def _run(self, frame: EncodedFrame) -> Run:
-        tokens = self.cost(frame)
-        spatial = self.backbone.mrope and self.compress is None and frame.grid is not None
-        return Run(tokens, max(frame.grid) if spatial and tokens else tokens, True)  # type: ignore[type-var, arg-type]
+    def _run(self, segment: Segment) -> Run:
+        if isinstance(segment, list):
+            return Run(len(segment), len(segment), False)
+        tokens = self.cost(segment)
+        spatial = tokens and self.backbone.mrope and self.compress is None and segment.grid is not None
+        return Run(tokens, max(segment.grid) if spatial else tokens, True)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ forward
     def flush(self, streams: Sequence[Stream], joined: FusionCache | None = None) -> None:
@@ -105,7 +107,7 @@ class Engine:
 
     def check(self, stream: Stream) -> None:
         """ValueError where what waits in this stream cannot be forwarded."""
-        waiting = sum(self._run(s).positions if isinstance(s, EncodedFrame) else len(s) for s in stream.pending)
+        waiting = sum(self._run(segment).positions for segment in stream.pending)
         for _ in self._pieces(stream):
             pass
         if self.budget.max_text_tokens is None:
@@ -129,9 +131,7 @@ class Engine:
 
     @torch.inference_mode()
     def _forward(self, streams: list[Stream], calls: list[Piece], joined: FusionCache | None) -> None:
-        added = [
-            [self._run(s) if isinstance(s, EncodedFrame) else Run(len(s), len(s), False) for s in c] for c in calls
-        ]
+        added = [[self._run(segment) for segment in call] for call in calls]
         for stream, runs in zip(streams, added, strict=True):
             tokens = sum(run.tokens for run in runs)
             if joined is None:

@@ -65,13 +65,14 @@ class TextBudget:
             return
         if self.max_text_tokens > limit:
             raise ValueError(
-                f"max_text_tokens must be at most {limit} (the model's max_position_embeddings); got {self.max_text_tokens}"
+                f"max_text_tokens must be at most {limit} (the model's max_position_embeddings); got "
+                f"{self.max_text_tokens}"
             )
         rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
         if rope.get("rope_type") in _CHANGING_ROPE:
             raise ValueError(
-                f"rope_type {rope['rope_type']!r} changes its frequencies with the length, so kept keys cannot be rotated "
-                "back; use max_text_tokens=None"
+                f"rope_type {rope['rope_type']!r} changes its frequencies with the length, so kept keys cannot be "
+                "rotated back; use max_text_tokens=None"
             )
 
 
@@ -125,7 +126,8 @@ def evict(cache: FusionCache, start: int, end: int, positions: int, backbone: Ba
     shift = _Rotation(backbone, decoder, -positions, cache.mask.device)
     window = cache.window
     joint = any(layer.text_keys is not None for layer in cache.layers if isinstance(layer, FusedLayer))
-    for layer, block in zip(cache.layers, decoder.layers, strict=True):
+    layers: Any = cache.layers
+    for layer, block in zip(layers, decoder.layers, strict=True):
         attention = block.self_attn
         if layer.is_initialized and layer.keys is not None and layer.keys.numel():
             kept = shift(attention, layer.keys[:, :, end:].transpose(1, 2)).transpose(1, 2)

@@ -56,8 +56,8 @@ class StreamPool:
     ) -> tuple[dict[str, str], dict[str, Exception]]:
         """One frame for each of the named streams -> (texts by stream, errors by stream).
 
-        Streams that are not named do nothing. ``before`` and ``after`` are words around each frame. A stream whose frame
-        cannot be used is named in the errors and takes no part; the others go on.
+        Streams that are not named do nothing. ``before`` and ``after`` are words around each frame. A stream whose
+        frame cannot be used is named in the errors and takes no part; the others go on.
         """
         names = [name for name in frames if self._session(name)]
         errors: dict[str, Exception] = {}

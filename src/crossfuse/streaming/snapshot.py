@@ -1,4 +1,4 @@
-"""A session in one safetensors file: tensors, and JSON for the rest in the file's header. Written whole or not at all."""
+"""A session in one safetensors file: tensors, and JSON for the rest in the header. Written whole or not at all."""
 
 from __future__ import annotations
 
@@ -99,9 +99,7 @@ def _check_model(session: StreamSession, header: dict[str, Any], tensors: dict[s
     # JSON has no tuples; what is compared is what would be written.
     if json.loads(json.dumps(own)) != saved:
         changed = [name for name in {**own, **saved} if own.get(name) != saved.get(name)]
-        raise ValueError(
-            f"{path} was made with another fusion (differs in {', '.join(sorted(changed))}); fuse it so first"
-        )
+        raise ValueError(f"{path} was made with another fusion (differs in {', '.join(sorted(changed))}); fuse it so")
     if header["layers"] != session.engine.layers:
         raise ValueError(f"{path} has {header['layers']} layers, the model has {session.engine.layers}")
     config = session.engine.model.config.get_text_config()
@@ -116,7 +114,8 @@ def _check_model(session: StreamSession, header: dict[str, Any], tensors: dict[s
 
 def _restore(stream: Stream, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     cache = stream.cache
-    for index, layer in enumerate(cache.layers):
+    layers: Any = cache.layers
+    for index, layer in enumerate(layers):
         for name in FusedLayer._rows:
             tensor = tensors.get(f"layers.{index}.{name}")
             if tensor is None:

@@ -1,7 +1,7 @@
 """Several streams as the rows of one cache, and apart again: a pool decodes them in one forward.
 
-Streams of different lengths are aligned at their last token; what stands before is masked padding, which never goes back
-into a stream. Shape legend as in `cache`.
+Streams of different lengths are aligned at their last token; what stands before is masked padding, which never goes
+back into a stream. Shape legend as in `cache`.
 """
 
 from __future__ import annotations

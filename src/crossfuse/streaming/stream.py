@@ -119,8 +119,8 @@ def pieces(segments: Piece, capacity: int, cost: Any) -> Iterator[Piece]:
             needed = cost(segment) + int(follows)
             if needed > capacity:
                 raise ValueError(
-                    f"one frame takes {needed} tokens of the cache, which holds {capacity} beside the sink tokens; raise "
-                    "max_text_tokens or compress the image tokens (compress=MeanPool(4))"
+                    f"one frame takes {needed} tokens of the cache, which holds {capacity} beside the sink tokens; "
+                    "raise max_text_tokens or compress the image tokens (compress=MeanPool(4))"
                 )
             if needed > room and not all(isinstance(s, EncodedFrame) for s in piece):
                 yield piece

@@ -112,7 +112,7 @@ def _sampled(
 
 
 def _decoded(source: Any, name: str) -> Iterator[tuple[float, Any]]:
-    """(time, PyAV frame) of the first video stream. A packet that cannot be decoded is passed over and told at the end."""
+    """(time, PyAV frame) of the first video stream. Broken packets are passed over and told at the end."""
     import av
 
     try:

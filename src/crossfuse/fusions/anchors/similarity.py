@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from crossfuse.sequence import gather_by, left_padded
+from crossfuse.sequence import gather_by, gather_rows, left_padded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,11 +35,12 @@ def best_partner(embeds: Tensor, seekers: Tensor, partners: Tensor, segments: Te
         nothing = torch.full_like(seeker, -1)
         return BestPartner(seeker, nothing, nothing.float())
     with torch.no_grad():
-        cosine = _unit(embeds, seeker) @ _unit(embeds, partner).mT
+        cosine = torch.bmm(_unit(embeds, seeker), _unit(embeds, partner).mT)
+        cosine.nan_to_num_(nan=-1.0, posinf=-1.0, neginf=-1.0)
         allowed = (seeker >= 0)[:, :, None] & (partner >= 0)[:, None, :]
         if segments is not None:
             allowed &= gather_by(segments, seeker)[:, :, None] == gather_by(segments, partner)[:, None, :]
-        cosine = torch.where(torch.isfinite(cosine), cosine, -1.0).masked_fill(~allowed, -torch.inf)
+        cosine.masked_fill_(~allowed, -torch.inf)
         best = cosine.argmax(-1)  # documented: the first of equal maxima
         value = cosine.gather(-1, best[..., None])[..., 0]
     found = torch.isfinite(value)
@@ -49,5 +50,5 @@ def best_partner(embeds: Tensor, seekers: Tensor, partners: Tensor, segments: Te
 
 def _unit(embeds: Tensor, index: Tensor) -> Tensor:
     """Float32 unit vectors of the indexed tokens; a zero vector stays zero."""
-    gathered = embeds.gather(1, index.clamp(min=0)[..., None].expand(-1, -1, embeds.shape[-1]))
+    gathered = gather_rows(embeds, index.clamp(min=0))
     return normalize(gathered.float(), dim=-1, eps=1e-12)
