@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +157,7 @@ _OFFSETS = (
 )
 
 
-def start_as_convolution(tower: torch.nn.Module, gain: float = 1.5) -> None:
+def start_as_convolution(tower: Any, gain: float = 1.5) -> None:
     """Initialise a CLIP tower in place so that each head attends to one neighbouring patch, as a convolution does.
 
     Sine and cosine features of row and column (32 channels, as many as a head is wide) go into the position
@@ -190,6 +190,26 @@ def start_as_convolution(tower: torch.nn.Module, gain: float = 1.5) -> None:
                 rows = slice(head * width, (head + 1) * width)
                 key.weight[rows, :width] += torch.eye(width) * gain**0.5
                 query.weight[rows, :width] += _turn(frequencies, offset) * gain**0.5
+
+
+def start_by_likeness(decoder: Any, gain: float = 0.8, copied: float = 0.3) -> None:
+    """Initialise a Llama decoder in place so that tokens attend to tokens like themselves and take over their content.
+
+    Queries and keys start as the same orthogonal map, values and outputs as a small multiple of the identity (after
+    Trockman and Kolter 2023, "Mimetic initialization of self-attention layers"). "circle" then finds the circles
+    from the first step; from a plain random start the model answers from the words alone for long.
+    """
+    import torch
+
+    with torch.no_grad():
+        for layer in decoder.layers:
+            attention = layer.self_attn
+            width = attention.q_proj.weight.shape[1]
+            same, content = (torch.linalg.qr(torch.randn(width, width)).Q for _ in range(2))
+            attention.q_proj.weight.copy_(gain * same + 0.02 * torch.randn(width, width))
+            attention.k_proj.weight.copy_(gain * same + 0.02 * torch.randn(width, width))
+            attention.v_proj.weight.copy_(content + 0.02 * torch.randn(width, width))
+            attention.o_proj.weight.copy_(copied * content.T + 0.02 * torch.randn(width, width))
 
 
 def _turn(frequencies: torch.Tensor, offset: tuple[int, int]) -> torch.Tensor:

@@ -33,7 +33,7 @@ from embedded_data import (
     scene_pictures,
     scene_turns,
 )
-from embedded_model import build_model, build_processor, build_tokenizer, start_as_convolution
+from embedded_model import build_model, build_processor, build_tokenizer, start_as_convolution, start_by_likeness
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, layer_norm
 
@@ -219,6 +219,7 @@ def train_text(run: Run) -> None:
     """Stage 2: the language of questions and answers, without pictures; the loss is on every token."""
     llm, tokenizer = run.model.model.language_model, run.tokenizer
     user, assistant = tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
+    start_by_likeness(llm)
     flat = [turn for turns in run.easy_turns[:-HELD_OUT] for turn in turns]
 
     def loss_of(step: int) -> torch.Tensor:

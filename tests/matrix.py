@@ -60,10 +60,16 @@ def gists(fusion: xf.Fusion) -> int:
 
 
 CONFIGURATIONS = [fusion for row in MATRIX.values() for fusion in row]
+# What does not depend on the details of a fusion runs over one configuration of each that changes something, and over
+# the last one of its row.
+EACH = [
+    fusion for row in MATRIX.values() for fusion in dict.fromkeys([next(f for f in row if not f.is_identity), row[-1]])
+]
 every_fusion = pytest.mark.parametrize("fusion", CONFIGURATIONS, ids=name_of)
+each_fusion = pytest.mark.parametrize("fusion", EACH, ids=name_of)
+identities = pytest.mark.parametrize("fusion", [f for f in CONFIGURATIONS if f.is_identity], ids=name_of)
 cross_attention = pytest.mark.parametrize("fusion", MATRIX["cross-attention"], ids=name_of)
-text_anchors = pytest.mark.parametrize("fusion", MATRIX["text-anchors"][:3], ids=name_of)
 bare_cross_attention = pytest.mark.parametrize(  # nothing stands between an image and the next text
     "fusion", [f for f in MATRIX["cross-attention"] if not gists(f)], ids=name_of
 )
-identities = pytest.mark.parametrize("fusion", [f for f in CONFIGURATIONS if f.is_identity], ids=name_of)
+text_anchors = pytest.mark.parametrize("fusion", MATRIX["text-anchors"][:3], ids=name_of)

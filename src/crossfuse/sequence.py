@@ -86,8 +86,9 @@ class FusedInputs:
 
     def gather(self, hidden: Tensor) -> Tensor:
         """(B, F, d) states -> (B, L, d) by `readout`; zeros where nothing precedes."""
-        rows = self.readout.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1])
-        return hidden.gather(1, rows).masked_fill(self.readout[..., None] < 0, 0)
+        missing = self.readout < 0
+        rows = gather_rows(hidden, self.readout.clamp(min=0))
+        return rows.masked_fill(missing[..., None], 0) if bool(missing.any()) else rows
 
 
 def fuse_inputs(sequence: MultimodalSequence, layout: Layout, extra: Tensor | None = None) -> FusedInputs:

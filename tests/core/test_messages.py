@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
-from matrix import MATRIX, every_fusion
-from tiny import I, IMAGE, PATCHES, batch, fused, generate, labelled, llava, logits
 
 import crossfuse as xf
+from matrix import CONFIGURATIONS, EACH, each_fusion, name_of
+from tiny import IMAGE, PATCHES, I, batch, fused, generate, labelled, llava, logits
+
+changing = pytest.mark.parametrize("fusion", [f for f in EACH if not f.is_identity], ids=name_of)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_mean_pool_must_divide_the_patch_grid():
         logits(fused(xf.Insertion(compress=xf.MeanPool(9))), batch([1, I, 2]))
 
 
-@pytest.mark.parametrize("fusion", [f for row in MATRIX.values() for f in row], ids=lambda f: f.name)
+@pytest.mark.parametrize("fusion", CONFIGURATIONS, ids=name_of)
 def test_fields_survive_json(fusion):
     import json
 
@@ -88,11 +90,7 @@ def test_fusions_are_frozen():
 
 
 # ---------------------------------------------------------------- inputs
-def not_identity(fusion):
-    return not fusion.is_identity
-
-
-@every_fusion
+@each_fusion
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_pixels_that_are_not_finite_name_the_image(fusion, value):
     model, inputs = fused(fusion), batch([1, I, 2], [1, I, 2])
@@ -104,7 +102,7 @@ def test_pixels_that_are_not_finite_name_the_image(fusion, value):
         generate(model, inputs, 2)
 
 
-@every_fusion
+@each_fusion
 def test_t2_fewer_placeholders_than_image_tokens(fusion):
     """Truncation cut into the image of row 1: never a mismatch deep inside, never a run without the image."""
     model, inputs = fused(fusion), labelled(batch([2, I, 6], [6, I, 2]), 2)
@@ -120,7 +118,7 @@ def test_t2_fewer_placeholders_than_image_tokens(fusion):
         model(**cut)
 
 
-@pytest.mark.parametrize("fusion", [f for row in MATRIX.values() for f in row if not f.is_identity], ids=lambda f: f.name)
+@changing
 def test_t4_placeholders_typed_into_the_text(fusion):
     model, inputs = fused(fusion), batch([2, I, 6])
     inputs["input_ids"][0, 20] = IMAGE
@@ -130,7 +128,7 @@ def test_t4_placeholders_typed_into_the_text(fusion):
         generate(model, inputs, 2)
 
 
-@every_fusion
+@each_fusion
 def test_t4_a_typed_placeholder_without_any_image_is_text(fusion):
     model, inputs = fused(fusion), batch([8])
     inputs["input_ids"][0, 3] = IMAGE
@@ -138,7 +136,7 @@ def test_t4_a_typed_placeholder_without_any_image_is_text(fusion):
     assert generate(model, inputs, 2).shape == (1, 2)
 
 
-@pytest.mark.parametrize("fusion", [f for row in MATRIX.values() for f in row if not f.is_identity], ids=lambda f: f.name)
+@changing
 def test_more_images_than_placeholders(fusion):
     model, inputs = fused(fusion), batch([2, I, 6])
     inputs["pixel_values"] = inputs["pixel_values"].repeat(2, 1, 1, 1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrix import every_fusion
-from tiny import I, batch, fused
 
 from crossfuse.sequence import (
     block_causal_mask,
@@ -16,6 +14,8 @@ from crossfuse.sequence import (
     packed_segments,
     readout,
 )
+from matrix import every_fusion
+from tiny import I, batch, fused
 
 QUIET = settings(deadline=None, max_examples=150, derandomize=True)
 BOOLS = st.lists(st.booleans(), min_size=1, max_size=9)

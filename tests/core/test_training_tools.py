@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import CONFIGURATIONS, MATRIX, every_fusion, name_of
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny import I, assert_close, batch, fused, generate, gradients, labelled, llava, logits
 from transformers import Trainer, TrainingArguments
 
 import crossfuse as xf
+from matrix import CONFIGURATIONS, MATRIX, each_fusion, name_of
+from tiny import I, assert_close, batch, fused, generate, gradients, labelled, llava, logits
 
 DECODER = r".*language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 ROWS = [[2, I, 4], [3, I, 3]]
@@ -34,7 +34,7 @@ def arguments(folder, **options):
     )  # fmt: skip
 
 
-@every_fusion
+@each_fusion
 def test_trainer_keeps_the_columns_and_trains(fusion, tmp_path):
     model, seen = fused(fusion), []
     model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(set(kwargs)), with_kwargs=True)

@@ -218,9 +218,9 @@ def test_t4_the_placeholder_in_a_text_is_refused(processor, images):
 def test_s2_records_without_an_image_and_slots_without_one(processor):
     batch = Collator(processor)([chat("text", "hi", "yes"), chat("both", "hi", "yes", images=1)])
     assert batch["pixel_values"].shape[0] == 1
-    with pytest.raises(ValueError, match="1 image slot.* but 0 image"):
+    with pytest.raises(ValueError, match=r"1 image slot.* but 0 image"):
         Record(id="tag", messages=[{"role": "user", "content": [{"type": "image"}]}])
-    with pytest.raises(ValueError, match="0 image slot.* but 1 image"):
+    with pytest.raises(ValueError, match=r"0 image slot.* but 1 image"):
         Record(id="key", images=["a.png"], messages=[{"role": "user", "content": "hi"}])
 
 

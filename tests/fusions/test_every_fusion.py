@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import crossfuse as xf
-from matrix import CONFIGURATIONS, adds_tokens, every_fusion, identities, name_of
+from matrix import CONFIGURATIONS, adds_tokens, each_fusion, every_fusion, identities, name_of
 from tiny import FAMILIES, I, assert_close, batch, clone, fused, generate, labelled, llava, logits, prompt_mask, rows_of
 
 ROWS = [[3, I, 4], [6], [2, I, I, 1, I, 3]]
@@ -145,7 +145,7 @@ def test_token_by_token_with_the_cache_equals_one_forward(fusion):
 
 
 # ---------------------------------------------------------------- 12: no state on modules
-@every_fusion
+@each_fusion
 def test_two_threads_interleaved_equal_two_runs_apart(fusion):
     """Two models that share generated classes, and two streams on one model."""
     one, two = fused(fusion, seed=0), fused(fusion, seed=5)
@@ -171,7 +171,7 @@ def test_two_threads_interleaved_equal_two_runs_apart(fusion):
         assert all(torch.equal(alone, ids) for ids in repeats)
 
 
-@every_fusion
+@each_fusion
 def test_two_streams_stepped_in_turn_on_one_model(fusion):
     model = fused(fusion)
     streams = [batch([2, I, 3], seed=1), batch([1, I, 1, I, 3], seed=2)]
@@ -194,7 +194,7 @@ def test_two_streams_stepped_in_turn_on_one_model(fusion):
         assert all(torch.equal(a, pair[number]) for a, pair in zip(alone, together, strict=True))
 
 
-@every_fusion
+@each_fusion
 def test_deep_copies_are_independent(fusion):
     model, inputs = fused(fusion), with_prompt(batch(*ROWS), fusion)
     before = logits(model, inputs)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import crossfuse as xf
-from matrix import every_fusion
+from matrix import each_fusion, every_fusion
 from tiny import IMAGE, PATCHES, I, assert_close, batch, fused, gradients, labelled, llava, logits, rows_of
 
 SAMPLES = [[2, I, 4], [5], [1, I, I, 1, I, 4]]
@@ -88,7 +88,7 @@ def test_changing_one_sample_leaves_the_others_bit_equal(fusion, changed):
             assert torch.equal(a, b)
 
 
-@every_fusion
+@each_fusion
 def test_restarting_positions_are_read_as_packing(fusion):
     """As transformers reads them: 2-D positions that restart, no mask, no cache. Stock LLaVA for insertion."""
     model, singles = fused(fusion), prepared(fusion)
@@ -100,7 +100,7 @@ def test_restarting_positions_are_read_as_packing(fusion):
         assert_close(sample, logits(model, single)[0])
 
 
-@every_fusion
+@each_fusion
 def test_packed_rows_refuse_a_cache(fusion):
     model, singles = fused(fusion), prepared(fusion)
     with pytest.raises(ValueError, match="use_cache=False"):

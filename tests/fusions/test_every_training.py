@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import crossfuse as xf
-from matrix import CONFIGURATIONS, adds_tokens, cross_attention, every_fusion, name_of
+from matrix import CONFIGURATIONS, adds_tokens, cross_attention, each_fusion, every_fusion, name_of
 from tiny import I, assert_close, batch, fused, gradients, labelled, llava, rows_of
 
 ROWS = [[2, I, 5], [6], [1, I, 2, I, 4]]
@@ -88,7 +88,7 @@ def test_the_loss_alone_equals_the_loss(fusion):
             assert_close(part[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@every_fusion
+@each_fusion
 def test_l4_num_items_in_batch_makes_accumulation_exact(fusion):
     """Two half batches divided by the items of both == one batch, with very different answer lengths."""
     model = fused(fusion)
@@ -136,7 +136,7 @@ def test_m2_identities_touch_tower_and_projector_in_a_distributed_run(fusion, mo
     assert_close(model.train()(**inputs).loss, llava()(**inputs).loss)
 
 
-@every_fusion
+@each_fusion
 def test_g2_a_frozen_tower_keeps_no_activations(fusion):
     """Memory saved for the backward does not grow inside the tower; unfreezing works without fusing again."""
     model = fused(fusion)
@@ -199,7 +199,7 @@ def test_d3_vision_in_float32_and_the_language_model_in_bfloat16(fusion):
     assert all(torch.isfinite(p.grad).all() for p in new.values() if p.requires_grad)
 
 
-@every_fusion
+@each_fusion
 def test_unfuse_after_training_leaves_the_base_weights_untouched(fusion):
     model, inputs = llava(), labelled(batch(*ROWS))
     model.requires_grad_(False)

@@ -7,7 +7,7 @@ import torch
 
 import crossfuse as xf
 from crossfuse.streaming.cache import FusionCache
-from matrix import bare_cross_attention, cross_attention, every_fusion
+from matrix import bare_cross_attention, cross_attention, each_fusion, every_fusion
 from tiny import I, assert_close, batch, fused, llava, logits
 
 
@@ -99,7 +99,7 @@ def test_crop_takes_negative_numbers_only():
         cache.crop(3)
 
 
-@every_fusion
+@each_fusion
 def test_a_reset_cache_is_a_new_one(fusion):
     model, inputs, cache = prefilled(fusion, *ROWS)
     before = logits(model, inputs, cache=xf.new_cache(model))

@@ -22,6 +22,7 @@ FUSIONS = [
     xf.CrossAttention(joint_text=True),
     xf.CrossAttention(history=2, joint_text=True, share_projections=True),
     xf.CrossAttention(every=2, replace=True, joint_text=True),
+    xf.CrossAttention(gist_tokens=1, joint_text=True),
 ]
 # Streams that get a frame in each step: they come and go unevenly.
 PLAN = [("a", "b", "c"), ("b",), ("a", "c"), ("a", "b", "c"), ("c",), ("a", "b"), ("a", "b", "c"), ("a", "b", "c")]

@@ -22,6 +22,8 @@ FUSIONS = [
     xf.CrossAttention(every=2, replace=True),
     xf.CrossAttention(every=2, replace=True, joint_text=True),
     xf.CrossAttention(history=2, joint_text=True, compress=xf.MeanPool(4)),
+    xf.CrossAttention(gist_tokens=2, joint_text=True),
+    xf.CrossAttention(update_images=True),
 ]
 every_streaming_fusion = pytest.mark.parametrize(
     "fusion", FUSIONS, ids=lambda f: "unfused" if f is None else name_of(f)

@@ -6,10 +6,12 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from statistics import NormalDist
-from typing import Any
+from typing import Any, overload
 
 import torch
+from torch import Tensor
 
+from crossfuse.analysis.threshold_fit import ThresholdFit, fit_threshold, joined
 from crossfuse.fusion import make_fusion
 from crossfuse.fusions.anchors.explain import match_prompt
 from crossfuse.sequence import MultimodalSequence
@@ -33,12 +35,33 @@ class Calibration:
         return make_fusion(self.direction, threshold=self.threshold, share=self.share, **fields)
 
 
-def calibrate_threshold(model: Any, batches: Iterable[dict[str, Any]], share: float = 0.10) -> Calibration:
-    """τ such that ``share`` of the candidate text tokens have an image token of cosine >= τ.
+@overload
+def calibrate_threshold(model: Any, batches: Iterable[dict[str, Any]], share: float | None = None) -> Calibration: ...
+@overload
+def calibrate_threshold(
+    model: Any, batches: Iterable[dict[str, Any]], share: None = None, *, pairs: Iterable[tuple[Tensor, Tensor]]
+) -> ThresholdFit: ...
+def calibrate_threshold(
+    model: Any,
+    batches: Iterable[dict[str, Any]],
+    share: float | None = None,
+    *,
+    pairs: Iterable[tuple[Tensor, Tensor]] | None = None,
+) -> Calibration | ThresholdFit:
+    """τ such that ``share`` (0.10) of the candidate text tokens have an image token of cosine >= τ.
 
     ``batches`` are a processor's outputs (input_ids, attention_mask, pixel_values; labels bound the prompt). The
     threshold lies midway between the two neighbouring cosines, away from rounding. Raises ValueError without data.
+
+    With ``pairs``, (cosines, related) of labelled (text token, image token) pairs as `labelled_cosines` in
+    `crossfuse.analysis.word_patches` makes them, the batches are not read: the result is the `ThresholdFit` of
+    `crossfuse.analysis.threshold_fit`, τ of the highest F1.
     """
+    if pairs is not None:
+        if share is not None:
+            raise ValueError("give share or pairs, not both: a share copies so many tokens, pairs maximise F1")
+        return fit_threshold(*joined(list(pairs)))
+    share = 0.10 if share is None else share
     if not isinstance(share, (int, float)) or math.isnan(share) or not 0 < share <= 1:
         raise ValueError(f"share must be above 0 and at most 1 (0.1 copies a tenth of the tokens); got {share}")
     cosines, lengths, width, samples, direction = [], [], 0, 0, "text-anchors"

@@ -18,7 +18,7 @@ class ComposedConfig(PreTrainedConfig):
     drop_class_token: True where the encoder's first token is a class token.
     image_size, image_stride: side of the square input and of one image token, in pixels; None for encoders that
         take ``image_grid_thw`` (any size).
-    projector: "mlp" (two layers, as LLaVA's), "linear" or "custom" (a module that `from_pretrained` must be given).
+    projector_type: "mlp" (two layers, as LLaVA's), "linear" or "custom" (a module that `from_pretrained` must be given).
     vision_class, projector_class: names of plain modules, for messages.
     """
 
@@ -36,7 +36,7 @@ class ComposedConfig(PreTrainedConfig):
     drop_class_token: bool = False
     image_size: int | None = None
     image_stride: int | None = None
-    projector: Literal["mlp", "linear", "custom"] = "mlp"
+    projector_type: Literal["mlp", "linear", "custom"] = "mlp"
     projector_hidden_act: str = "gelu"
     vision_class: str | None = None
     projector_class: str | None = None

@@ -58,7 +58,7 @@ class VisionLanguageBody(ComposedPreTrainedModel):
         super().__init__(config)
         if vision is None and config.vision_config is None:
             raise _needs_module("vision", config.vision_class)
-        if projector is None and config.projector == "custom":
+        if projector is None and config.projector_type == "custom":
             raise _needs_module("projector", config.projector_class)
         self.vision_tower: Any = AutoModel.from_config(config.vision_config) if vision is None else vision
         self.multi_modal_projector: Any = parts.build_projector(config) if projector is None else projector
@@ -221,7 +221,7 @@ class VisionLanguageModel(ComposedPreTrainedModel, GenerationMixin):
             drop_class_token=shape.class_token,
             image_size=side,
             image_stride=side // shape.grid[0] if side and shape.grid else None,
-            projector="custom" if custom else projector,
+            projector_type="custom" if custom else projector,
             vision_class=None if described else type(vision).__name__,
             projector_class=type(projector).__name__ if custom else None,
             tie_word_embeddings=head.weight is body.embed_tokens.weight,

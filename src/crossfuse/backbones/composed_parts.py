@@ -187,7 +187,7 @@ def build_projector(config: ComposedConfig) -> nn.Module:
     """ "mlp": two layers, as LLaVA-1.5's; "linear": one."""
     text_config: Any = config.text_config
     width, hidden = config.vision_hidden_size, text_config.hidden_size
-    if config.projector == "linear":
+    if config.projector_type == "linear":
         return nn.Linear(width, hidden)
     return MLPProjector(width, hidden, config.projector_hidden_act)
 

@@ -73,9 +73,9 @@ class Engine:
         ]
 
     def cost(self, frame: EncodedFrame) -> int:
-        """Self-attention entries of one frame: 0 with cross-attention."""
+        """Self-attention entries of one frame: with cross-attention only its gist tokens, if it has any."""
         if self.fusion.drops_images:
-            return 0
+            return int(getattr(self.fusion, "gist_tokens", 0))
         if self.compress is None or frame.grid is None:
             return len(frame.features)
         rows, columns = self.compress.grid(frame.grid)
@@ -85,6 +85,8 @@ class Engine:
         if isinstance(segment, list):
             return Run(len(segment), len(segment), False)
         tokens = self.cost(segment)
+        if self.fusion.drops_images:  # gists are evicted like text
+            return Run(tokens, tokens, False)
         spatial = tokens and self.backbone.mrope and self.compress is None and segment.grid is not None
         return Run(tokens, max(segment.grid) if spatial else tokens, True)  # type: ignore[arg-type]
 
@@ -119,10 +121,10 @@ class Engine:
         return pieces(stream.pending, capacity, self.cost)
 
     def _check_ending(self, stream: Stream) -> None:
-        if self.fusion.drops_images and stream.ends_with_image:
+        if self.fusion.needs_delimiter and stream.ends_with_image:
             raise ValueError(
                 "the stream ends with an image, so the next token would be predicted from the text before it; give a "
-                "delimiter or add_text after the frame"
+                "delimiter or add_text after the frame, or use gist_tokens=1"
             )
 
     def room_for(self, stream: Stream, tokens: int) -> bool:
@@ -188,10 +190,14 @@ class Engine:
             options["attention_mask"] = valid.long()
         if not stock and not self.backbone.mrope and cache.user_length == 0 and not frames:
             options["position_ids"] = count_positions(valid)
+        before = cache.fused_length
         outputs = self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1, **options)
         if stock:
             last = positions.amax(-1)
-            cache.record(valid, (last if last.ndim == 1 else last.amax(0)) + 1, longest, longest)
+            following = (last if last.ndim == 1 else last.amax(0)) + 1
+            if cache.fused_length == before:  # an unfused model knows nothing of this cache
+                cache.record(valid, following, longest, longest)
+            cache.next_position = following
         logits: Tensor = outputs.logits[:, -1]
         return logits
 

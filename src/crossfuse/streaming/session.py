@@ -38,7 +38,8 @@ class StreamSession:
             With insertion, image tokens count too and images leave whole. None keeps everything, up to the model's
             largest position (ValueError there).
         delimiter: text after each frame; None is a newline. Cross-attention needs a text token between an image and
-            what is generated; it costs one entry of the cache. ``""`` leaves that to the caller's ``add_text``.
+            what is generated, and between frames, or they would share a window; it costs one entry of the cache. ``""``
+            leaves that to the caller's ``add_text``.
         decoding: how tokens are chosen; see `Decoding`.
 
     Raises ValueError where the fusion cannot stream, the bounds do not fit the model, or the delimiter has no token.
@@ -130,7 +131,7 @@ class StreamSession:
     # ------------------------------------------------------------------ state
     @property
     def text_tokens(self) -> int:
-        """Text tokens in the self-attention cache (those that wait are not in it yet)."""
+        """Text (and gist) tokens in the self-attention cache; those that wait are not in it yet."""
         return self.stream.cached_text_tokens
 
     @property

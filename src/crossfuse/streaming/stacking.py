@@ -7,6 +7,7 @@ back into a stream. Shape legend as in `cache`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +34,9 @@ def stack(caches: Sequence[FusionCache]) -> FusionCache:
     joined.user_length = max(cache.user_length for cache in caches)
     joined.croppable = min(cache.croppable for cache in caches)
     joined.window = _stack_windows([cache.window for cache in caches], device)
-    for index, layer in enumerate(joined.layers):
-        parts = [cache.layers[index] for cache in caches]
+    layers: Any = joined.layers
+    for index, layer in enumerate(layers):
+        parts: list[Any] = [cache.layers[index] for cache in caches]
         _stack_layer(layer, parts, longest)
     return joined
 
@@ -62,7 +64,8 @@ def unstack(joined: FusionCache, row: int, cache: FusionCache) -> None:
                 state.text_counts[one].clone(),
                 state.since_image[one].clone(),
             )
-    for layer, source in zip(cache.layers, joined.layers, strict=True):
+    layers: Any = zip(cache.layers, joined.layers, strict=True)
+    for layer, source in layers:
         if source.is_initialized and source.keys is not None and source.keys.numel():
             if not layer.is_initialized:
                 layer.lazy_initialization(source.keys, source.values)
