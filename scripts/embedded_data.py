@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from transformers import LlavaProcessor, PreTrainedTokenizerFast
 
 IGNORE = -100
-QUESTION_MIX = ("existence",) * 4 + ("colour",) * 2 + ("shape",) * 2 + ("count",) * 4 + ("relation",) * 5 + ("caption",)
+QUESTION_MIX = (
+    *("existence",) * 4,
+    *("colour",) * 3,
+    *("shape",) * 2,
+    *("count",) * 3,
+    *("relation",) * 5,
+    "caption",
+)
 _COLOUR_INDEX = {colour: i for i, colour in enumerate(COLOURS)}
 
 

@@ -193,7 +193,11 @@ def start_as_convolution(tower: Any, gain: float = 1.5) -> None:
 
 
 def start_by_likeness(decoder: Any, gain: float = 0.8, copied: float = 0.3) -> None:
-    """Initialise a Llama decoder in place so that tokens attend to tokens like themselves and take over their content.
+    """Initialise a Llama decoder in place: words of length one, and attention by likeness.
+
+    Random embeddings of length one are nearly orthogonal, and stay so; from the usual small ones, words that stand in
+    the same places (names of kinds, of colours) end up with cosines of 0.75 to 0.85 and cannot be told apart by
+    likeness. Tokens attend to tokens like themselves and take over their content.
 
     Queries and keys start as the same orthogonal map, values and outputs as a small multiple of the identity (after
     Trockman and Kolter 2023, "Mimetic initialization of self-attention layers"). "circle" then finds the circles
@@ -202,6 +206,8 @@ def start_by_likeness(decoder: Any, gain: float = 0.8, copied: float = 0.3) -> N
     import torch
 
     with torch.no_grad():
+        table = decoder.embed_tokens.weight
+        table.normal_(0, table.shape[1] ** -0.5)
         for layer in decoder.layers:
             attention = layer.self_attn
             width = attention.q_proj.weight.shape[1]

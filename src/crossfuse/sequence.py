@@ -92,7 +92,7 @@ class FusedInputs:
 
 
 def fuse_inputs(sequence: MultimodalSequence, layout: Layout, extra: Tensor | None = None) -> FusedInputs:
-    """Gather embeddings, masks and positions into the fused order; ``extra`` (E, d) embeds the layout's extra tokens."""
+    """Gather embeddings, masks and positions into the fused order; ``extra`` (E, d) are the layout's extra tokens."""
     source, host = layout.source, layout.host
     real = host >= 0
     table = sequence.embeds
@@ -169,12 +169,11 @@ def gather_by(values: Tensor, index: Tensor) -> Tensor:
 
 def count_positions(real: Tensor, segments: Tensor | None = None) -> Tensor:
     """(B, K) bool -> (B, K) long: 0, 1, 2 ... over real tokens, restarting at each segment; padding repeats."""
-    count = (real.cumsum(1) - 1).clamp(min=0)
-    if segments is None:
-        return count
-    before = torch.nn.functional.pad(segments[:, :-1], (1, 0), value=-2)
-    first = torch.where(segments != before, count, 0).cummax(1).values
-    return count - first
+    count = real.cumsum(1)
+    if segments is not None:
+        before = torch.nn.functional.pad(segments[:, :-1], (1, 0), value=-2)
+        count = count - torch.where(segments != before, count - real.long(), 0).cummax(1).values
+    return (count - 1).clamp(min=0)
 
 
 def restarted(positions: Tensor, segments: Tensor) -> Tensor:

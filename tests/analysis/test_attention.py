@@ -104,7 +104,9 @@ def test_distance_bias_of_mrope_follows_its_sections():
     frequencies = [1e4 ** (-i / 4) for i in range(4)]
     sections = {"time": [0], "height": [1], "width": [2, 3], "sequence": [0, 1, 2, 3]}
     for axis, turned in sections.items():
-        expected = [sum(math.cos(d * f) if i in turned else 1 for i, f in enumerate(frequencies)) / 4 for d in (0, 1, 7)]
+        expected = [
+            sum(math.cos(d * f) if i in turned else 1 for i, f in enumerate(frequencies)) / 4 for d in (0, 1, 7)
+        ]
         assert_close(found[axis], torch.tensor(expected))
 
 

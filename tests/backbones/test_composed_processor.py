@@ -7,7 +7,7 @@ import torch
 from composed_models import llm, tower
 from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoProcessor, CLIPImageProcessor, PreTrainedTokenizerFast, pipeline
+from transformers import AutoConfig, AutoModel, AutoProcessor, CLIPImageProcessor, PreTrainedTokenizerFast, pipeline
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 import crossfuse as xf
@@ -113,3 +113,40 @@ def test_a_foreign_tokenizer_is_refused():
     model = xf.VisionLanguageModel.compose(llm(), tower("clip"))
     with pytest.raises(ValueError, match="no token 64, the model's image placeholder"):
         type(composed().processor).for_model(model, tokenizer(), None)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip", "qwen"])
+def test_parts_are_loaded_from_directories(kind, tmp_path):
+    """Of a dual encoder or a vision-language model, the vision part is taken."""
+    torch.manual_seed(0)
+    llm().save_pretrained(tmp_path / "llm")
+    tokenizer().save_pretrained(tmp_path / "llm")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if kind == "qwen":
+        from transformers import Qwen2_5_VLConfig
+
+        vision = {
+            "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 2,
+            "out_hidden_size": 32, "fullatt_block_indexes": [0], "window_size": 8,
+        }  # fmt: skip
+        text = {**sizes, "vocab_size": 64, "num_key_value_heads": 2, "pad_token_id": 0}
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+        config = Qwen2_5_VLConfig(vision_config=vision, text_config=text)
+        images = Qwen2VLImageProcessor(patch_size=2, merge_size=2, min_pixels=16, max_pixels=1024)
+    else:
+        vision, text = {**sizes, "image_size": 16, "patch_size": 4}, {**sizes, "vocab_size": 64}
+        config = AutoConfig.for_model(kind, vision_config=vision, text_config=text)
+        images = CLIPImageProcessor(size={"height": 16, "width": 16}, do_center_crop=False)
+    whole = AutoModel.from_config(config).eval()
+    whole.save_pretrained(tmp_path / "vision")
+    images.save_pretrained(tmp_path / "vision")
+    model = xf.VisionLanguageModel.compose(llm=tmp_path / "llm", vision=str(tmp_path / "vision")).eval()
+    part = whole.visual if kind == "qwen" else whole.vision_model
+    assert all(torch.equal(model.model.vision_tower.state_dict()[n], t) for n, t in part.state_dict().items())
+    inputs = model.processor(images=RED, text="<image>w1 w2", return_tensors="pt")
+    model.save_pretrained(tmp_path / "both")
+    model.processor.save_pretrained(tmp_path / "both")
+    loaded = xf.from_pretrained(tmp_path / "both").eval()
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    again = AutoProcessor.from_pretrained(tmp_path / "both")(images=RED, text="<image>w1 w2", return_tensors="pt")
+    assert all(torch.equal(again[name], value) for name, value in inputs.items())

@@ -48,7 +48,7 @@ def test_class_names_and_modules_are_those_of_the_base(fusion):
 
 @each_fusion
 def test_pickle_deepcopy_and_torch_save_keep_the_fusion(fusion):
-    """Before the first forward: after it transformers' own recording hooks keep a stock LLaVA from being pickled too."""
+    """Before the first forward: after it, transformers' own recording hooks cannot be pickled (stock LLaVA neither)."""
     model, inputs = fused(fusion), labelled(batch(*ROWS))
     buffer = io.BytesIO()
     torch.save(model, buffer)

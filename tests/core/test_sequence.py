@@ -17,7 +17,7 @@ from crossfuse.sequence import (
 from matrix import every_fusion
 from tiny import I, batch, fused
 
-QUIET = settings(deadline=None, max_examples=150, derandomize=True)
+QUIET = settings(deadline=None, max_examples=80, derandomize=True)
 BOOLS = st.lists(st.booleans(), min_size=1, max_size=9)
 
 

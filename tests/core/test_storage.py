@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import crossfuse as xf
-from matrix import CONFIGURATIONS, cross_attention, each_fusion
+from matrix import EACH, cross_attention, each_fusion
 from tiny import I, batch, fused, labelled, llava, logits
 
 # Runs without the test helpers: only the package and what lies on the disk.
@@ -36,7 +36,7 @@ def test_a_new_process_reads_the_same_bits_of_every_fusion(tmp_path):
     inputs = labelled(batch([2, I, 4], [1, I, 1, I, 3]))
     save_file(inputs, tmp_path / "inputs.safetensors")
     expected = {}
-    for number, fusion in enumerate(CONFIGURATIONS):
+    for number, fusion in enumerate(EACH):
         model, folder = fused(fusion), tmp_path / f"{number:02}"
         model.save_pretrained(folder)
         expected[folder] = {n: t.clone() for n, t in model.state_dict().items()}

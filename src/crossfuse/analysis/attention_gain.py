@@ -100,7 +100,11 @@ def summarise(gains: list[AnchorGain]) -> GainSummary | None:
 
 def _gain(plain: Attended, fused_run: Attended, token: int, image: int, copy: int) -> AnchorGain:
     target, original = fused_run.original(image), fused_run.original(token)
-    rows = [(plain, plain.original(token), plain.original(image)), (fused_run, original, target), (fused_run, copy, target)]
+    rows = [
+        (plain, plain.original(token), plain.original(image)),
+        (fused_run, original, target),
+        (fused_run, copy, target),
+    ]
     scores, masses = [], []
     for run, row, key in rows:
         seen = key <= row  # text before its image does not see it

@@ -91,7 +91,10 @@ def fit_threshold(cosines: Tensor, related: Tensor, points: int = 201) -> Thresh
         return _quality(threshold, hit, hit + false, p)
 
     reach = mean_true + 6 * sigma
-    best = max((mean_false - 6 * sigma + i * (reach - mean_false + 6 * sigma) / 4000 for i in range(4001)), key=lambda t: fitted(t).f1)
+    best = max(
+        (mean_false - 6 * sigma + i * (reach - mean_false + 6 * sigma) / 4000 for i in range(4001)),
+        key=lambda t: fitted(t).f1,
+    )
     return ThresholdFit(
         p=p, mean_true=mean_true, mean_false=mean_false, sigma=sigma, n_pairs=total,
         by_fit=fitted(best), empirical=_empirical_best(values, labels),
@@ -123,7 +126,15 @@ def draw_threshold_fit(fit: ThresholdFit, cosines: Tensor, related: Tensor) -> b
     ):
         values = cosines[chosen].double().tolist()
         # Each kind has its own unit area: related pairs are few and would vanish in a common histogram.
-        top.hist(values, bins=60, range=(xs[0], xs[-1]), density=True, alpha=0.4, color=colour, label=f"{name} ({weight:.1%})")
+        top.hist(
+            values,
+            bins=60,
+            range=(xs[0], xs[-1]),
+            density=True,
+            alpha=0.4,
+            color=colour,
+            label=f"{name} ({weight:.1%})",
+        )
         top.plot(xs, [NormalDist(mean, fit.sigma).pdf(x) for x in xs], color=colour)
     top.set_ylabel("density of each kind")
     top.legend(frameon=False)
@@ -169,4 +180,6 @@ def _empirical_best(values: Tensor, labels: Tensor) -> Quality:
 
 def joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Concatenate (cosines, related) of several samples."""
+    if not parts:
+        raise ValueError("no labelled pairs; give (cosines, related) of at least one sample")
     return torch.cat([c for c, _ in parts]), torch.cat([r for _, r in parts])

@@ -79,7 +79,7 @@ def labelled_cosines(model: Any, processor: Any, records: list[Record], batch: d
     """
     sequence, _ = anchor_sequence(model, batch)
     cosines, related = [], []
-    for row, image, record in _with_images(records):
+    for row, image, record in with_images(records):
         grid = sequence.image_grids[image]
         if grid is None:
             raise ValueError("the image tokens of this model form no grid, so boxes cannot be placed on them")
@@ -94,8 +94,8 @@ def labelled_cosines(model: Any, processor: Any, records: list[Record], batch: d
     return torch.cat(cosines), torch.cat(related)
 
 
-def _with_images(records: list[Record]) -> Iterator[tuple[int, int, Record]]:
-    """(row, index of its first image in the batch, record)."""
+def with_images(records: list[Record]) -> Iterator[tuple[int, int, Record]]:
+    """(row, index of its first image in the batch, record) of the records that have an image."""
     image = 0
     for row, record in enumerate(records):
         if record.images:

@@ -11,6 +11,7 @@ import typer
 
 from crossfuse.cli.anchors import anchors
 from crossfuse.cli.demo import demo
+from crossfuse.cli.explain import explain
 from crossfuse.cli.fusion_options import FusionCommand
 from crossfuse.cli.generate import generate
 from crossfuse.cli.info import info
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command(cls=FusionCommand)(generate)
 app.command(cls=FusionCommand)(anchors)
+app.command()(explain)
 app.command()(info)
 
 

@@ -34,7 +34,7 @@ def best_partner(embeds: Tensor, seekers: Tensor, partners: Tensor, segments: Te
     if not seeker.shape[1] or not partner.shape[1]:
         nothing = torch.full_like(seeker, -1)
         return BestPartner(seeker, nothing, nothing.float())
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(embeds.device.type, enabled=False):  # float32, whatever surrounds it
         cosine = torch.bmm(_unit(embeds, seeker), _unit(embeds, partner).mT)
         cosine.nan_to_num_(nan=-1.0, posinf=-1.0, neginf=-1.0)
         allowed = (seeker >= 0)[:, :, None] & (partner >= 0)[:, None, :]

@@ -123,6 +123,11 @@ class CrossAttention(Fusion):
         for attribute in ("attn_logit_softcapping", "sinks"):
             if getattr(attention, attribute, None) is not None:
                 raise ValueError(f"{name} uses {attribute}, which cross-attention would have to ignore; not supported")
+        for part, module in attention.named_modules():
+            if any(cls.__name__ == "BaseTunerLayer" for cls in type(module).__mro__):
+                raise ValueError(
+                    f"{name}.{part} is adapted by PEFT already; the order is fuse, then PEFT (or merge the adapter)"
+                )
         # Qwen2 says per layer whether it slides; Mistral's layers all follow the config.
         window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
         if self.joint_text and window:
