@@ -43,7 +43,8 @@ def build() -> Any:
             bos_token_id=1, eos_token_id=2, pad_token_id=2,
         ),
         vision_config=CLIPVisionConfig(
-            hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, image_size=336, patch_size=14
+            hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, image_size=336,
+            patch_size=14,
         ),
         image_token_index=IMAGE_TOKEN, vision_feature_layer=-1, tie_word_embeddings=True,
     )  # fmt: skip

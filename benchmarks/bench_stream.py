@@ -1,11 +1,14 @@
 """Latency and memory of a frame against the number of frames: insertion, token compression, cross-attention.
 
-    python benchmarks/bench_stream.py [--frames 60] [--threads 2] [--shape smollm2-135m] [--quick]
+    python benchmarks/bench_stream.py [--frames 60] [--endless 10000] [--threads 2] [--shape smollm2-135m] [--quick]
 
 Every frame has one delimiter and 8 generated tokens; its image tokens are given (the vision tower is the same for all
 methods and not counted). Methods take turns frame by frame in one run, so that other work on the machine meets all of
 them; a ratio is the median of ratios of the same frame. The text-only language model is the same stream without images.
 Before anything is measured, two frames of every method are compared with one forward of the same sequence.
+
+`--endless` frames then go through one bounded session of the embedded model's shape: resident memory, positions and the
+latency relative to a text-only step beside it must stay where they are.
 
 Writes build/bench/stream-SHAPE.png, .csv and .json, prints a table, and exits with 1 when a target is missed or a
 result is wrong.
@@ -20,6 +23,7 @@ import io
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -261,12 +265,68 @@ def report(shape: str, methods: list[Method], judged: bool) -> bool:
     return not judged or all(row["met"] for row in rows)
 
 
+def endless(frames: int) -> bool:
+    """A stream without end, beside the same stream without images; True where everything stays where it is."""
+    import psutil
+
+    shape = SHAPES["embedded"]
+    base, words = build(shape), Words(shape["vocab_size"])
+    grid = shape["grid"]
+    draw = torch.Generator().manual_seed(1)
+    pictures = [torch.randn(grid**2, shape["hidden_size"], generator=draw) for _ in range(8)]
+    seeing, text = (Method(name, base, words) for name in (f"cross-attention, {BOUND} text tokens", "text only"))
+    options: dict[str, Any] = {"max_text_tokens": BOUND, "decoding": Decoding(max_new_tokens=2)}
+    for method in (seeing, text):
+        method.session = StreamSession(method.model, words, **options)
+    process, relative, positions, resident = psutil.Process(), [], 0, []
+    for number in range(frames):
+        for method in (seeing, text):
+            method.frame(pictures[number % 8], grid)
+        relative.append(seeing.seconds[-1] / text.seconds[-1])
+        positions = max(positions, seeing.session.next_position)
+        resident.append(process.memory_info().rss)
+        if number % 500 == 499:
+            print(
+                f"  frame {number + 1}: {resident[-1] / 2**20:.0f} MB resident, {relative[-1]:.2f} x text only",
+                flush=True,
+            )
+    settled = min(500, frames // 4)
+    growth = max(resident[-settled:]) / resident[settled] - 1
+    early, late = statistics.median(relative[settled : 2 * settled]), statistics.median(relative[-settled:])
+    difference = _dependence(seeing, words, pictures[:2], grid)
+    rows = [
+        ("growth of resident memory", round(growth, 4), "<= 0.02", growth <= 0.02),
+        ("latency, last frames / early frames", round(late / early, 3), "<= 1.1", late / early <= 1.1),
+        ("largest position", positions, f"<= {BOUND}", positions <= BOUND),
+        ("the last frame's pixels change its logits by", round(difference, 4), "> 0.001", difference > 0.001),
+    ]
+    print(f"\n{frames} frames in a bounded session")
+    for what, value, target, met in rows:
+        print(f"{what:<46}{value:>9}  target {target:<9}{'met' if met else 'MISSED'}")
+    written = [dict(zip(("what", "measured", "target", "met"), row, strict=True)) for row in rows]
+    write_json(OUTPUT / "stream-endless.json", {"frames": frames, "bound": BOUND, "targets": written})
+    return all(met for *_, met in rows)
+
+
+def _dependence(method: Method, words: Words, pictures: list[Tensor], grid: int) -> float:
+    """How far two different last frames move the logits of the next word."""
+    logits = []
+    with tempfile.TemporaryDirectory() as folder:
+        method.session.save(Path(folder) / "stream.safetensors")
+        for features in pictures:
+            session = StreamSession.load(Path(folder) / "stream.safetensors", method.model, words)
+            session.add_encoded(EncodedFrame(features, (grid, grid)))
+            logits.append(session.forward())
+    return float((logits[0] - logits[1]).abs().max())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--frames", type=int, default=60)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--shape", choices=list(SHAPES), action="append")
-    parser.add_argument("--quick", action="store_true", help="8 frames, nothing is judged")
+    parser.add_argument("--endless", type=int, default=10_000, help="frames of the bounded session; 0 leaves it out")
+    parser.add_argument("--quick", action="store_true", help="8 frames, no ratio is judged, 200 endless frames")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -276,6 +336,8 @@ def main() -> int:
         # The ratios are stated for SmolLM2's shape at frame 60; a tiny model is all overhead.
         judged = shape == "smollm2-135m" and frames >= 60
         good &= report(shape, measure(shape, frames), judged)
+    if options.endless:
+        good &= endless(200 if options.quick else options.endless)
     return 0 if good else 1
 
 

@@ -29,6 +29,24 @@ QUESTION_MIX = (
     *("relation",) * 5,
     "caption",
 )
+# Mostly questions whose answer hangs on which colour goes with which kind.
+BINDING_MIX = (
+    *("existence",) * 5,
+    *("colour",) * 6,
+    "shape",
+    *("count",) * 2,
+    "relation",
+    *("caption",) * 2,
+)
+# Mostly questions of place and number.
+PLACE_MIX = (
+    *("existence",) * 2,
+    *("colour",) * 2,
+    "shape",
+    *("count",) * 4,
+    *("relation",) * 8,
+    *("caption",) * 2,
+)
 _COLOUR_INDEX = {colour: i for i, colour in enumerate(COLOURS)}
 
 
@@ -139,10 +157,12 @@ def easy_vqa_pictures(processor: LlavaProcessor) -> tuple[Pictures, list[list[tu
     return Pictures(*(np.stack(column) for column in zip(*rows, strict=True))), asked
 
 
-def scene_turns(seed: int, rng: random.Random, count: int) -> list[tuple[str, str]]:
+def scene_turns(
+    seed: int, rng: random.Random, count: int, mix: tuple[str, ...] = QUESTION_MIX
+) -> list[tuple[str, str]]:
     """Up to ``count`` fresh questions and answers about one training scene."""
     scene = make_scene(seed, "train")
-    asked = (ask(scene, kind, rng) for kind in rng.choices(QUESTION_MIX, k=count))
+    asked = (ask(scene, kind, rng) for kind in rng.choices(mix, k=count))
     return [(question.text, question.answer) for question in asked if question is not None]
 
 

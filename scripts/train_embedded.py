@@ -26,7 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 from embedded_data import (
+    BINDING_MIX,
     IGNORE,
+    PLACE_MIX,
+    QUESTION_MIX,
     Pictures,
     easy_vqa_pictures,
     pack,
@@ -318,15 +321,25 @@ def train_joint(run: Run) -> None:
     model, options = run.model, run.options
     n_easy = len(run.easy.pixels) - HELD_OUT
     tower_from = round(options.joint_steps * 0.6)
-    everything, few = range(options.scenes), np.flatnonzero(run.scenes.peak.sum(1) <= 2)
+    objects = run.scenes.peak.sum(1)
+    one_or_two, two_or_three = np.flatnonzero(objects <= 2), np.flatnonzero((objects == 2) | (objects == 3))
+    everything = np.arange(options.scenes)
+    # Without the third lesson the model names the colour of any object of the scene, not of the one asked for.
+    lessons = (
+        (360, one_or_two, QUESTION_MIX),
+        (1375, everything, QUESTION_MIX),
+        (1700, two_or_three, BINDING_MIX),
+        (1750, everything, QUESTION_MIX),
+        (2250, two_or_three, PLACE_MIX),
+        (options.joint_steps, everything, QUESTION_MIX),
+    )
 
     def loss_of(step: int) -> torch.Tensor:
         rng = random.Random(f"joint/{options.seed}/{step}")
-        # The first scenes have one or two objects: with more, the model stays at guessing from the words for long.
-        pool = few if step < options.joint_steps * 0.15 else everything
+        pool, mix = next((pool, mix) for until, pool, mix in lessons if step < until)
         seeds = [int(rng.choice(pool)) for _ in range(options.batch * 11 // 16)]
         easy = [rng.randrange(n_easy) for _ in range(options.batch - len(seeds))]
-        turns = [scene_turns(seed, rng, 9) for seed in seeds]
+        turns = [scene_turns(seed, rng, 9, mix) for seed in seeds]
         turns += [rng.sample(run.easy_turns[i], min(6, len(run.easy_turns[i]))) for i in easy]
         pixels = np.concatenate([run.scenes.pixels[seeds], run.easy.pixels[easy]])
         logits, labels, _ = answer_logits(run, pixels, turns, train_tower=step >= tower_from)
@@ -375,7 +388,7 @@ def main() -> None:
     parser.add_argument("--tower-steps", type=int, default=1000)
     parser.add_argument("--text-steps", type=int, default=200)
     parser.add_argument("--projector-steps", type=int, default=200)
-    parser.add_argument("--joint-steps", type=int, default=2400)
+    parser.add_argument("--joint-steps", type=int, default=3600)
     parser.add_argument("--batch", type=int, default=16, help="pictures a step of the joint stage")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--export-every", type=int, default=0, help="also write OUT/model every so many joint steps")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 
 import pytest
-import tiny
 import tiny_qwen
 import torch
-from tiny import I, assert_close, batch, llava
 
 import crossfuse as xf
+import tiny
 from crossfuse.analysis.attention_gain import attention_gain, summarise
 from crossfuse.analysis.attention_scores import attended
 from crossfuse.analysis.mutual_information import information_change, mutual_information
 from crossfuse.analysis.rope_bias import rope_distance_bias
+from tiny import I, assert_close, batch, llava
 
 ANCHORS = xf.TextAnchors(threshold=0.15)
 

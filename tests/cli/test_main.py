@@ -79,3 +79,15 @@ def test_debug_shows_the_trace_of_a_mistake_too(run):
     assert code == 2
     assert "Traceback" in err
     assert err.splitlines()[-1].startswith("crossfuse: no such directory: /no/such/directory")
+
+
+def test_faults_that_pydantic_finds_are_told_in_one_line(run, monkeypatch):
+    from crossfuse.training.recipe import Recipe
+
+    monkeypatch.setattr("crossfuse.cli.loading.check_source", lambda _: Recipe(steps=0))
+    code, _, err = run("info", "x/y")
+    assert code == 2
+    assert one_line(err) == "steps: Input should be greater than or equal to 1"
+    monkeypatch.setattr("crossfuse.cli.loading.check_source", lambda _: Recipe(step=1))
+    _, _, err = run("info", "x/y")
+    assert one_line(err).startswith("a recipe has no field 'step' (did you mean 'steps'?)")

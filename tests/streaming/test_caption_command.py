@@ -70,7 +70,7 @@ def test_screen_and_a_chosen_fusion(clip):
     assert all(line.startswith("00:00:0") for line in result.stdout.splitlines())
 
 
-@pytest.mark.parametrize("layout", ["turns", "stream"])
+@pytest.mark.parametrize("layout", ["turns", "single", "stream"])
 def test_resume_goes_on_behind_the_last_caption(layout, clip, tmp_path):
     out = tmp_path / "a.srt"
     common = (clip, "--fps", 1, "--out", out, "--layout", layout, *SHORT)
@@ -107,7 +107,7 @@ def test_mistakes_are_found_before_the_model_is_loaded(clip, tmp_path, monkeypat
         ((clip, "--out", tmp_path / "none" / "a.srt"), "no such folder"),
         ((clip, "--out", tmp_path / "a.txt"), "got '.*a.txt'"),
         ((clip, "--burn", tmp_path / "none" / "a.mp4"), "no such folder"),
-        ((clip, "--layout", "turn"), "turns, stream; got 'turn'"),
+        ((clip, "--layout", "turn"), "turns, single, stream; got 'turn'"),
         ((clip, "--fps", -1), "fps must be above 0; got -1"),
     ]:
         with pytest.raises((ValueError, OSError), match=message):

@@ -219,7 +219,9 @@ def test_errors_say_what_to_do(fused, processor, picture):
         StreamSession(model, processor, max_text_tokens=600)
     with pytest.raises(ValueError, match=r"at least 6 .sink_tokens . 2.; got 5"):
         StreamSession(model, processor, max_text_tokens=5)
-    session = StreamSession(model, processor, delimiter="")
+    with pytest.raises(ValueError, match=r"training mode; call model\.eval"):
+        StreamSession(model.train(), processor)
+    session = StreamSession(model.eval(), processor, delimiter="")
     with pytest.raises(ValueError, match="the stream is empty"):
         session.forward()
     with pytest.raises(ValueError, match="placeholder of an image"):
@@ -242,3 +244,24 @@ def test_unbounded_stream_stops_at_the_models_limit_with_the_remedy(fused, proce
     session.add_text([6])
     with pytest.raises(ValueError, match="position 17 and the model's limit is 16; give max_text_tokens"):
         session.forward()
+
+
+def test_adapters_are_used(fused, processor, picture):
+    """A model wrapped by PEFT after fusing streams with its adapters."""
+    peft = pytest.importorskip("peft")
+    model = fused(xf.CrossAttention())
+    plain = StreamSession(model, processor)
+    plain.add_frame(picture(0))
+    before = plain.forward()
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=r".*language_model.*\.[qv]_proj"))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    session = StreamSession(wrapped.eval(), processor)
+    session.add_frame(picture(0))
+    with torch.no_grad():
+        inputs = processor.image_processor([picture(0)], "pt")
+        ids = torch.tensor([[tiny.IMAGE] * tiny.PATCHES + session.delimiter_ids])
+        expected = wrapped(input_ids=ids, use_cache=False, **inputs).logits[0, -1]
+    tiny.assert_close(session.forward(), expected, atol=2e-5)
+    assert (session.forward() - before).abs().max() > 0.1

@@ -53,7 +53,8 @@ class GainSummary:
 
 @torch.no_grad()
 def attention_gain(model: Any, inputs: dict[str, Any]) -> list[AnchorGain]:
-    """The anchors of one sample, with and without. ``model`` is fused with `TextAnchors`; it is fused so afterwards too.
+    """The anchors of one sample, with and without. ``model`` is fused with `TextAnchors`; it is fused so afterwards
+    too.
 
     inputs: a processor's output of batch 1 without padding. Raises ValueError for other fusions and batches.
     """

@@ -1,7 +1,7 @@
 """Pre-softmax scores and attention of chosen query positions, layer by layer, whatever attention kernel the model runs.
 
-Queries and keys are recomputed from what each self-attention receives, so no attention weights are asked of the model and
-nothing grows with the square of the length. H query heads, F fused positions, D head width.
+Queries and keys are recomputed from what each self-attention receives, so no attention weights are asked of the model
+and nothing grows with the square of the length. H query heads, F fused positions, D head width.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Will anchors help here? AttAnchor's three failure conditions, measured on a model and its data.
 
-1. Cosines lie uniformly below τ: nothing is copied. 2. Cosines are not tied to meaning: a word is copied wherever, as it
-would be with another image. 3. Attention is well placed already: the text attends to its image token anyway.
+1. Cosines lie uniformly below τ: nothing is copied. 2. Cosines are not tied to meaning: a word is copied wherever, as
+it would be with another image. 3. Attention is well placed already: the text attends to its image token anyway.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _below(model: Any, batch: dict[str, Any], threshold: float) -> Finding:
     noise = best_of_random(sequence.embeds.shape[-1], tokens)
     met = share < LEAST_SHARE
     sentence = (
-        f"{share:.1%} of {len(values)} prompt tokens reach τ = {threshold:.3f}; their best cosine is {float(values.median()):.3f} "
+        f"{share:.1%} of {len(values)} prompt tokens reach τ = {threshold:.3f}; their best cosine is "
+        f"{float(values.median()):.3f} "
         f"in the median and {float(values.max()):.3f} at most; unrelated vectors of this width reach {noise:.3f}. "
     )
     sentence += "Hardly anything would be copied: lower τ or use share=0.10." if met else "Enough tokens are copied."
@@ -113,7 +114,8 @@ def _meaning(model: Any, batch: dict[str, Any], samples: int) -> Finding:
     half = 1.96 * float(values.std(correction=1)) / math.sqrt(samples)
     met = mean - half <= 0
     sentence = (
-        f"A prompt token's best cosine is {mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}] higher in its own image than in "
+        f"A prompt token's best cosine is {mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}] higher in its own "
+        f"image than in "
         "another question's. "
     )
     sentence += (
@@ -146,7 +148,8 @@ def _attention(model: Any, processor: Any, records: list[Record]) -> Finding:
     ratio = float(torch.tensor(ratios).mean())
     met = ratio >= WELL_PLACED
     sentence = (
-        f"Without anchors a prompt token already pays its best image token {ratio:.2f} times the attention of a mean image "
+        f"Without anchors a prompt token already pays its best image token {ratio:.2f} times the attention of a "
+        f"mean image "
         "token. "
     )
     sentence += "There is little left to gain." if met else "Anchors have something to add."

@@ -1,8 +1,8 @@
 """Mutual information between image and text tokens, from attention-weighted co-occurrence, before and after anchors.
 
-The joint distribution of an image token and a text token is the attention that the text pays to the image, averaged over
-layers and heads and normalised. Globally all image tokens and all prompt tokens count, locally only the anchors and the
-image tokens around them.
+The joint distribution of an image token and a text token is the attention that the text pays to the image, averaged
+over layers and heads and normalised. Globally all image tokens and all prompt tokens count, locally only the anchors
+and the image tokens around them.
 """
 
 from __future__ import annotations

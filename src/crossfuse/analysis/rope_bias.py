@@ -13,8 +13,8 @@ from torch import Tensor
 def rope_distance_bias(model: Any, distances: Sequence[int]) -> dict[str, Tensor]:
     """Mean score of two equal unit vectors against the distance between their positions, 1 at distance 0.
 
-    Over all directions of q = k that mean is (2 / D) Σ cos(Δ θ_i), whatever the content: what a model's rotary embedding
-    makes of distance by itself. It is computed by the model's own rotary module (scaling rules included).
+    Over all directions of q = k that mean is (2 / D) Σ cos(Δ θ_i), whatever the content: what a model's rotary
+    embedding makes of distance by itself. It is computed by the model's own rotary module (scaling rules included).
 
     distances: any integers. Returns ``{"sequence": (n,)}``; for m-RoPE ``"time"``, ``"height"``, ``"width"`` (distance
     along that axis alone) and ``"sequence"`` (along all three, as text has it).

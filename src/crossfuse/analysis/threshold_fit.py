@@ -98,7 +98,8 @@ def fit_threshold(cosines: Tensor, related: Tensor, points: int = 201) -> Thresh
     return ThresholdFit(
         p=p, mean_true=mean_true, mean_false=mean_false, sigma=sigma, n_pairs=total,
         by_fit=fitted(best), empirical=_empirical_best(values, labels),
-        fitted_curve=tuple(fitted(t) for t in grid), measured_curve=tuple(measured_quality(values, labels, t) for t in grid),
+        fitted_curve=tuple(fitted(t) for t in grid), measured_curve=tuple(measured_quality(values, labels, t) for t in
+        grid),
     )  # fmt: skip
 
 
@@ -150,7 +151,7 @@ def draw_threshold_fit(fit: ThresholdFit, cosines: Tensor, related: Tensor) -> b
     bottom.set_xlim(xs[0], xs[-1])
     bottom.set_ylim(0, 1.02)
     bottom.set_xlabel("threshold τ (cosine)")
-    bottom.legend(frameon=False, loc="upper right")
+    bottom.legend(frameon=False, loc="center left")
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
     buffer = io.BytesIO()

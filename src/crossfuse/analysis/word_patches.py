@@ -39,21 +39,28 @@ class WordPatches:
 def scene_records(
     split: Any, count: int, seed: int = 0, kinds: Any = ("existence", "colour", "shape", "relation")
 ) -> Iterator[Record]:
-    """Questions about rendered scenes with their spans, as records."""
+    """Questions about rendered scenes with their spans and all objects of the scene, as records."""
     from crossfuse.data.questions import SceneQuestions
 
-    for index, (image, question, _) in enumerate(SceneQuestions(split, count, seed, kinds)):
+    for index, (image, question, scene) in enumerate(SceneQuestions(split, count, seed, kinds)):
+        objects = [{"name": item.name, "box": list(item.box)} for item in scene.objects]
         spans = [{"start": s.start, "end": s.end, "box": list(s.box)} for s in question.spans]
         yield Record.of_question(
-            f"scenes-{split}-{seed}-{index}", question.text, question.answer, [image], kind=question.kind, spans=spans
+            f"scenes-{split}-{seed}-{index}",
+            question.text,
+            question.answer,
+            [image],
+            kind=question.kind,
+            spans=spans,
+            objects=objects,
         )
 
 
 def word_patches(processor: Any, record: Record, ids: Tensor, grid: tuple[int, int]) -> WordPatches:
     """The labels of one record. ids (L,): its row of input_ids, padding and image placeholders included.
 
-    An image token shows an object when at least half of its patch lies in the object's box; of a smaller object the patch
-    that holds most of it. Raises ValueError where the prompt's words are not found in ``ids``.
+    An image token shows an object when at least half of its patch lies in the object's box; of a smaller object the
+    patch that holds most of it. Raises ValueError where the prompt's words are not found in ``ids``.
     """
     spans: Any = record.meta.get("spans") or []
     if not spans or len(record.images) != 1:
@@ -64,7 +71,7 @@ def word_patches(processor: Any, record: Record, ids: Tensor, grid: tuple[int, i
     for column, start, end in _words(processor.tokenizer, text, ids.tolist()):
         for span in spans:
             if start < span["end"] and end > span["start"]:
-                shown = _patches_of(boxes, span["box"])
+                shown = patches_of(boxes, span["box"])
                 rows[column] = rows[column] | shown if column in rows else shown
     columns = tuple(sorted(rows))
     stacked = torch.stack([rows[c] for c in columns]) if columns else torch.zeros(0, grid[0] * grid[1]).bool()
@@ -116,7 +123,7 @@ def _words(tokenizer: Any, text: str, ids: list[int]) -> list[tuple[int, int, in
     raise ValueError(f"the prompt {text!r} was not found among the tokens of its row; was another template used?")
 
 
-def _patches_of(boxes: PatchBoxes, box: list[float]) -> Tensor:
+def patches_of(boxes: PatchBoxes, box: list[float]) -> Tensor:
     rows, columns = boxes.grid
     covered = torch.zeros(rows, columns)
     for row in range(rows):

@@ -18,7 +18,7 @@ class ComposedConfig(PreTrainedConfig):
     drop_class_token: True where the encoder's first token is a class token.
     image_size, image_stride: side of the square input and of one image token, in pixels; None for encoders that
         take ``image_grid_thw`` (any size).
-    projector_type: "mlp" (two layers, as LLaVA's), "linear" or "custom" (a module that `from_pretrained` must be given).
+    projector_type: "mlp" (two layers, as LLaVA's), "linear" or "custom" (a module to give to `from_pretrained`).
     vision_class, projector_class: names of plain modules, for messages.
     """
 

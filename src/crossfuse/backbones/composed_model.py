@@ -7,7 +7,7 @@ that generation, training, PEFT and every fusion treat it like one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
 from crossfuse.backbones import composed_parts as parts
+from crossfuse.backbones.composed_checks import check_projector, check_text, needs_module, text_logits
 from crossfuse.backbones.composed_config import ComposedConfig
 from crossfuse.backbones.composed_processor import IMAGE_TOKEN, ComposedProcessor
 
@@ -37,7 +38,7 @@ class ComposedPreTrainedModel(PreTrainedModel):
 
     config_class = ComposedConfig
     base_model_prefix = "model"
-    input_modalities = ("image", "text")
+    input_modalities = ["image", "text"]  # noqa: RUF012
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -57,9 +58,9 @@ class VisionLanguageBody(ComposedPreTrainedModel):
     ):
         super().__init__(config)
         if vision is None and config.vision_config is None:
-            raise _needs_module("vision", config.vision_class)
+            raise needs_module("vision", config.vision_class)
         if projector is None and config.projector_type == "custom":
-            raise _needs_module("projector", config.projector_class)
+            raise needs_module("projector", config.projector_class)
         self.vision_tower: Any = AutoModel.from_config(config.vision_config) if vision is None else vision
         self.multi_modal_projector: Any = parts.build_projector(config) if projector is None else projector
         self.language_model: Any = (
@@ -96,7 +97,8 @@ class VisionLanguageBody(ComposedPreTrainedModel):
             tokens, grids = parts.image_tokens(
                 tower, pixels, image_grid_thw, config.vision_feature_layer, config.drop_class_token
             )
-        return EncodedVision(pooler_output=self.project(tokens), grids=grids)
+        projected: Any = self.project(tokens)
+        return EncodedVision(pooler_output=projected, grids=grids)
 
     def project(self, tokens: list[Tensor]) -> list[Tensor]:
         """One (n, C) tensor of encoder tokens an image -> one (n, d) tensor an image."""
@@ -151,7 +153,7 @@ class VisionLanguageBody(ComposedPreTrainedModel):
 class VisionLanguageModel(ComposedPreTrainedModel, GenerationMixin):
     """A text-only LLM with a vision encoder; made by `compose`, saved and loaded like any model of transformers."""
 
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}  # noqa: RUF012
     processor: ComposedProcessor | None = None
     """Set by `compose` where a tokenizer and an image processor are known. Save it beside the model."""
 
@@ -205,10 +207,10 @@ class VisionLanguageModel(ComposedPreTrainedModel, GenerationMixin):
         parts.take_llm_apart(llm)  # refuse what does not fit before anything is changed
         token_id = parts.add_placeholder(llm, tokenizer, image_token)
         body, head = parts.take_llm_apart(llm)
-        expected = _text_logits(llm, body)
+        expected = text_logits(llm, body)
         side = None if parts.takes_grid(vision) else parts.input_size(vision, image_processor, image_size)
         shape = parts.probe(vision, side, vision_feature_layer)
-        custom = isinstance(projector, nn.Module)
+        kind, given = ("custom", projector) if isinstance(projector, nn.Module) else (projector, None)
         described = isinstance(vision, PreTrainedModel)
         own = [c for c in (llm.config, getattr(vision, "config", None)) if c is not None]
         attention = [c._attn_implementation for c in own]
@@ -221,22 +223,22 @@ class VisionLanguageModel(ComposedPreTrainedModel, GenerationMixin):
             drop_class_token=shape.class_token,
             image_size=side,
             image_stride=side // shape.grid[0] if side and shape.grid else None,
-            projector_type="custom" if custom else projector,
+            projector_type=kind,  # type: ignore[arg-type]
             vision_class=None if described else type(vision).__name__,
-            projector_class=type(projector).__name__ if custom else None,
-            tie_word_embeddings=head.weight is body.embed_tokens.weight,
+            projector_class=None if given is None else type(given).__name__,
+            tie_word_embeddings=head.weight is body.embed_tokens.weight,  # type: ignore[union-attr]
         )
         for part_config, implementation in zip(own, attention, strict=True):
             # A new composite config writes its own choice (none yet) into the parts, which are built already.
             part_config._attn_implementation_internal = implementation
-        for part in (body, head, vision, projector):
+        for part in (body, head, vision, given):
             for module in part.modules() if isinstance(part, nn.Module) else ():
                 module._is_hf_initialized = True  # type: ignore[assignment]
-        model = cls(config, body, head, vision, projector if custom else None)
-        _check_projector(model)
-        if not custom:
+        model = cls(config, body, head, vision, given)
+        check_projector(model)
+        if given is None:
             model.model.multi_modal_projector.to(device=head.weight.device, dtype=head.weight.dtype)
-        _check_text(model, type(llm).__name__, expected)
+        check_text(model, type(llm).__name__, expected)
         generation = llm.generation_config.to_dict()
         suppressed = {*(generation.get("suppress_tokens") or ()), token_id}
         model.generation_config.update(**{**generation, "suppress_tokens": sorted(suppressed)})
@@ -293,60 +295,13 @@ class VisionLanguageModel(ComposedPreTrainedModel, GenerationMixin):
         )
 
     def _expand_multimodal_outputs(
-        self, input_ids: Tensor, mm_encoder_output: dict[str, Any], *args: Any, **kwargs: Any
+        self, input_ids: Any, mm_encoder_output: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Beams repeat an image's grid with its tokens."""
-        images = mm_encoder_output.get("image")
-        grids = (
-            {}
-            if images is None or images.grids is None
-            else dict(zip(map(id, images.pooler_output), images.grids, strict=True))
-        )
-        expanded = super()._expand_multimodal_outputs(input_ids, mm_encoder_output, *args, **kwargs)
-        if grids:
-            images.grids = [grids[id(tokens)] for tokens in images.pooler_output]
+        images: Any = mm_encoder_output.get("image")
+        grids = getattr(images, "grids", None)
+        by_tokens = {} if grids is None else dict(zip(map(id, images.pooler_output), grids, strict=True))
+        expanded = super()._expand_multimodal_outputs(input_ids, mm_encoder_output, *args, **kwargs)  # type: ignore[misc]
+        if by_tokens:
+            images.grids = [by_tokens[id(tokens)] for tokens in images.pooler_output]
         return expanded
-
-
-def _needs_module(argument: str, name: str | None) -> ValueError:
-    return ValueError(
-        f"the {argument} of this model is a plain module ({name}) that no config describes; pass one: "
-        f"from_pretrained(directory, {argument}={name}(...)), and the stored weights are loaded into it"
-    )
-
-
-@torch.no_grad()
-def _check_projector(model: VisionLanguageModel) -> None:
-    """ValueError where the projector does not lead from the encoder's width to the LLM's."""
-    text_config: Any = model.config.text_config
-    projector, wanted = model.model.multi_modal_projector, text_config.hidden_size
-    weight = next(projector.parameters(), torch.zeros(()))
-    try:
-        made = projector(weight.new_zeros(2, model.config.vision_hidden_size)).shape[-1]
-    except RuntimeError as error:
-        raise ValueError(
-            f"the projector refuses image tokens of width {model.config.vision_hidden_size}: {error}"
-        ) from None
-    if made != wanted:
-        raise ValueError(f"the projector makes tokens of width {made}; the LLM's width is {wanted}")
-
-
-@torch.no_grad()
-def _text_logits(model: Any, body: nn.Module) -> Tensor:
-    """Logits of four tokens, in eval mode."""
-    training = model.training
-    model.eval()
-    rows = body.get_input_embeddings().weight  # type: ignore[operator]
-    ids = torch.arange(1, 5, device=rows.device)[None] % len(rows)
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    model.train(training)
-    return logits
-
-
-def _check_text(model: VisionLanguageModel, name: str, expected: Tensor) -> None:
-    """ValueError where the LLM does something to its logits (soft caps, scales) that the composed model would not."""
-    if not torch.equal(_text_logits(model, model.model.language_model), expected):
-        raise ValueError(
-            f"{name} changes its logits after the head (a soft cap or a scale), which a composed model would lose; "
-            "take another LLM (Llama, Mistral, Qwen2, Qwen3, Helium, SmolLM, ...)"
-        )

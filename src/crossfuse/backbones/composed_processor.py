@@ -75,9 +75,9 @@ class ComposedProcessor(ProcessorMixin):
             )
         return cls(image_processor, tokenizer, patch_size=model.config.image_stride, image_token=str(token), **kwargs)
 
-    def prepare_inputs_layout(self, images: Any = None, text: Any = None, **kwargs: Any) -> Any:
+    def prepare_inputs_layout(self, images: Any = None, text: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the base class, with the delimiter after every image of ``text`` that lacks it."""
-        images, text, videos, audio = super().prepare_inputs_layout(images=images, text=text, **kwargs)
+        images, text, videos, audio = super().prepare_inputs_layout(images, text, *args, **kwargs)
         if isinstance(text, list) and self.delimiter:
             token, delimiter = re.escape(self.image_token), re.escape(self.delimiter)
             missing = re.compile(f"({token})(?!{delimiter}|{token})")

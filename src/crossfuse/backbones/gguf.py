@@ -41,8 +41,9 @@ def read_header(path: str | os.PathLike[str]) -> GGUFHeader:
             architecture = None
             for _ in range(fields):
                 key = _string(file).decode()
-                value = _value(file, *_read(file, "I"), keep=key == "general.architecture")
-                architecture = value.decode() if key == "general.architecture" else architecture
+                value = _value(file, *_read(file, "I"))
+                if key == "general.architecture":
+                    architecture = value.decode()
             parameters = 0
             for _ in range(tensors):
                 _string(file)
@@ -103,7 +104,7 @@ def _string(file: BinaryIO) -> bytes:
     return content
 
 
-def _value(file: BinaryIO, kind: int, keep: bool) -> Any:
+def _value(file: BinaryIO, kind: int) -> Any:
     """One value; arrays are skipped."""
     if kind == _STRING:
         return _string(file)
@@ -114,5 +115,5 @@ def _value(file: BinaryIO, kind: int, keep: bool) -> Any:
         file.seek(count * struct.calcsize("<" + _SCALARS[inner]), os.SEEK_CUR)
     else:
         for _ in range(count):
-            _value(file, inner, keep)
+            _value(file, inner)
     return None

@@ -72,7 +72,8 @@ def anchors(
     threshold = getattr(used, "threshold", 0.0)
     noise = _noise(network, batch)
     typer.echo(
-        f"{len(written)} anchors at a threshold of {threshold:.3f}; unrelated vectors of this width reach {noise:.3f} in "
+        f"{len(written)} anchors at a threshold of {threshold:.3f}; unrelated vectors of this width reach "
+        f"{noise:.3f} in "
         f"the median; {out / 'anchors.png'}, {out / 'anchors.json'}"
     )
 
@@ -88,8 +89,8 @@ def write_anchors(
 ) -> list[dict[str, Any]]:
     """Write ``anchors.png`` and ``anchors.json``; returns the anchors as the JSON holds them.
 
-    ``picture`` is the upright RGB image as it was given to the processor, ``found`` what `explain_anchors` returned for its
-    one sample. Boxes are left, top, right, bottom in pixels of the picture.
+    ``picture`` is the upright RGB image as it was given to the processor, ``found`` what `explain_anchors` returned
+    for its one sample. Boxes are left, top, right, bottom in pixels of the picture.
     """
     from crossfuse.analysis.patch_boxes import patch_boxes
     from crossfuse.reports.files import write_bytes, write_json

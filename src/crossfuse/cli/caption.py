@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from crossfuse.streaming.video import VideoFrame
 
 PROMPT = "Describe the image."
-LAYOUTS = ("turns", "stream")
+LAYOUTS = ("turns", "single", "stream")
 
 
 def caption(
@@ -44,7 +44,8 @@ def caption(
     burn: Annotated[Path | None, typer.Option(help="Also write the captioned frames as an MP4.")] = None,
     prompt: Annotated[str, typer.Option(help="What to say about the frames.")] = PROMPT,
     layout: Annotated[
-        str, typer.Option(help="turns: ask for each frame (ordinary models); stream: ask once, then frames alone.")
+        str,
+        typer.Option(help="turns: ask for each frame, remember; single: forget between frames; stream: ask once."),
     ] = "turns",
     max_text_tokens: Annotated[int, typer.Option(min=0, help="Bound of the text cache; 0 keeps everything.")] = 1024,
     sink_tokens: Annotated[int, typer.Option(min=0, help="First tokens that are never evicted.")] = 4,
@@ -151,7 +152,7 @@ def _session(
     _fuse(network, fusion)
     if silence is not None:
         decoding["silence_token"] = _one_token(processor.tokenizer, silence)
-    words = stream_prompt(prompt) if layout == "stream" else turn_prompt(processor, prompt)
+    words = stream_prompt(prompt) if layout == "stream" else turn_prompt(processor, prompt, layout == "single")
     # In a turn the template's own words follow the image; a second delimiter would be out of place.
     delimiter = "" if words.after else None
     return StreamSession(network, processor, **bounds, delimiter=delimiter, decoding=Decoding(**decoding)), words

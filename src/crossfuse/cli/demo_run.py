@@ -53,7 +53,7 @@ class Budget:
 
 
 USUAL = Budget(steps=150, batch_size=32, scored=500, calibration=128)
-QUICK = Budget(steps=4, batch_size=16, scored=50, calibration=32)
+QUICK = Budget(steps=20, batch_size=16, scored=150, calibration=64)
 
 
 @dataclasses.dataclass(frozen=True)

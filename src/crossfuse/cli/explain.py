@@ -12,9 +12,13 @@ import typer
 
 
 def explain(
-    model: Annotated[str, typer.Argument(help="Directory or hub id; `embedded` for the model of the package.", metavar="MODEL")],
+    model: Annotated[
+        str, typer.Argument(help="Directory or hub id; `embedded` for the model of the package.", metavar="MODEL")
+    ],
     data: Annotated[str, typer.Argument(help="JSON lines of records, or `scenes` (rendered).", metavar="DATA")],
-    out: Annotated[Path, typer.Option("--out", help="Directory for explain.json and the charts.")] = Path("crossfuse-explain"),
+    out: Annotated[Path, typer.Option("--out", help="Directory for explain.json and the charts.")] = Path(
+        "crossfuse-explain"
+    ),
     threshold: Annotated[
         float | None, typer.Option(help="τ; by default the model's own, else calibrated to --share.")
     ] = None,
@@ -26,7 +30,7 @@ def explain(
     from crossfuse.cli.loading import load_model
     from crossfuse.reports.files import write_bytes, write_json
 
-    records = _records(data, samples)
+    records = read_data(data, samples)
     network, processor = load_model(None if model == "embedded" else model)
     report, charts = explain_model(network, processor, records, threshold, share, attention_samples)
     for name, png in charts.items():
@@ -52,7 +56,9 @@ def explain_model(
 
     known = xf.fusion_of(network)
     if known is not None and known.name != "text-anchors":
-        raise ValueError(f"this model was saved with {known}; explain measures TextAnchors on it or on an unfused model")
+        raise ValueError(
+            f"this model was saved with {known}; explain measures TextAnchors on it or on an unfused model"
+        )
     used = known
     batch = Collator(processor, prompt_only=True)(records)
     sentences = []
@@ -72,7 +78,8 @@ def explain_model(
         found = diagnosis.precision
         low, high = found.interval
         sentences.append(
-            f"A naming word's best patch shows what it names in {found.precision:.1%} [{low:.1%}, {high:.1%}] of {found.words} "
+            f"A naming word's best patch shows what it names in {found.precision:.1%} [{low:.1%}, {high:.1%}] of "
+            f"{found.words} "
             f"cases, with shuffled images in {found.shuffled_hits / found.words:.1%}, by chance in {found.chance:.1%}."
         )
         cosines, related = labelled_cosines(network, processor, records, batch)
@@ -82,8 +89,10 @@ def explain_model(
             name: value for name, value in dataclasses.asdict(fit).items() if not name.endswith("_curve")
         } | {"separation": fit.separation}
         sentences.append(
-            f"Related and unrelated pairs lie {fit.separation:.2f} σ apart; F1 is highest at τ* = {fit.empirical.threshold:.3f} "
-            f"({fit.by_fit.threshold:.3f} by the fit): precision {fit.empirical.precision:.1%}, recall {fit.empirical.recall:.1%}."
+            f"Related and unrelated pairs lie {fit.separation:.2f} σ apart; F1 is highest at τ* = "
+            f"{fit.empirical.threshold:.3f} "
+            f"({fit.by_fit.threshold:.3f} by the fit): precision {fit.empirical.precision:.1%}, recall "
+            f"{fit.empirical.recall:.1%}."
         )
     xf.fuse(network, used)
     gains, changes = [], []
@@ -99,21 +108,23 @@ def explain_model(
     report["mutual_information"] = [dataclasses.asdict(change) for change in changes]
     if summary is not None:
         sentences.append(
-            f"Layer 0, {summary.anchors} anchors: a copy stands {summary.distance_copy:.1f} positions from its image token, the "
-            f"original {summary.distance_without:.1f}; its score is higher in {summary.closer_scores_higher:.0%} of the heads; "
-            f"the median gain is {summary.median_gain:.3f} (bound {summary.median_bound:.3f}, reached in {summary.bound_reached:.0%})."
+            f"Layer 0, {summary.anchors} anchors: a copy stands {summary.distance_copy:.1f} positions from its "
+            f"image token, the "
+            f"original {summary.distance_without:.1f}; its score is higher in {summary.closer_scores_higher:.0%} "
+            f"of the heads; "
+            f"the median gain is {summary.median_gain:.3f} (bound {summary.median_bound:.3f}, reached in "
+            f"{summary.bound_reached:.0%})."
         )
         charts["attention.png"] = _draw_layers(summary)
-    mean = {
-        name: sum(getattr(c, name) for c in changes) / len(changes) for name in ("global_without", "global_with")
-    }
+    mean = {name: sum(getattr(c, name) for c in changes) / len(changes) for name in ("global_without", "global_with")}
     local = [c for c in changes if c.local_with is not None and c.local_without is not None]
-    sentence = f"Mutual information of text and image: {mean['global_without']:.4f} nats without, {mean['global_with']:.4f} with anchors"
+    without, with_anchors = mean["global_without"], mean["global_with"]
+    sentence = f"Mutual information of text and image: {without:.4f} nats without, {with_anchors:.4f} with anchors"
     if local:
         before, after = (sum(getattr(c, n) for c in local) / len(local) for n in ("local_without", "local_with"))
         sentence += f"; around the anchors {before:.4f} without, {after:.4f} with"
     sentences.append(sentence + ".")
-    distances = [*range(0, 33), *range(40, 1025, 8)]
+    distances = [*range(33), *range(40, 1025, 8)]
     bias = rope_distance_bias(network, distances)
     report["rope_distance_bias"] = {"distances": distances} | {k: v.tolist() for k, v in bias.items()}
     charts["distance_bias.png"] = _draw_bias(distances, bias)
@@ -121,12 +132,12 @@ def explain_model(
     return report, charts
 
 
-def _records(data: str, count: int) -> list[Any]:
-    """The first ``count`` records of a file, or rendered questions."""
+def read_data(data: str, count: int, split: str = "test") -> list[Any]:
+    """The first ``count`` records of a file, or that many rendered questions of a split (``scenes``)."""
     if data == "scenes":
         from crossfuse.analysis.word_patches import scene_records
 
-        return list(scene_records("test", count))
+        return list(scene_records(split, count))
     from crossfuse.data.records import read_records
 
     path = Path(data)

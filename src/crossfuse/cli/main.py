@@ -15,6 +15,7 @@ from crossfuse.cli.explain import explain
 from crossfuse.cli.fusion_options import FusionCommand
 from crossfuse.cli.generate import generate
 from crossfuse.cli.info import info
+from crossfuse.cli.sweep import sweep
 
 USAGE_ERROR = 2
 INTERNAL_ERROR = 1
@@ -31,6 +32,7 @@ app.command()(demo)
 app.command(cls=FusionCommand)(generate)
 app.command(cls=FusionCommand)(anchors)
 app.command()(explain)
+app.command(cls=FusionCommand)(sweep)
 app.command()(info)
 
 
@@ -83,9 +85,10 @@ def _report(error: Exception, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     # Usage errors of typer know their message through `format_message`; the class itself is not public.
-    format_message = getattr(error, "format_message", None)
-    expected = format_message is not None or isinstance(error, (ValueError, OSError, ImportError, NotImplementedError))
-    message = _one_line(format_message() if format_message is not None else str(error))
+    expected = hasattr(error, "format_message") or isinstance(
+        error, (ValueError, OSError, ImportError, NotImplementedError)
+    )
+    message = " ".join(_message(error).split()) or "no further description"
     if not expected:
         message = f"internal error: {type(error).__name__}: {message}"
         if not debug:
@@ -94,5 +97,13 @@ def _report(error: Exception, *, debug: bool) -> int:
     return USAGE_ERROR if expected else INTERNAL_ERROR
 
 
-def _one_line(message: str) -> str:
-    return " ".join(message.split()) or "no further description"
+def _message(error: Exception) -> str:
+    if hasattr(error, "format_message"):
+        return str(error.format_message())
+    if type(error).__name__ == "ValidationError" and hasattr(error, "errors"):
+        # pydantic lists every fault with a link each; the first one in its own words is what a line can hold.
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        reason = first["msg"].removeprefix("Value error, ")
+        return f"{place}: {reason}" if place else reason
+    return str(error)

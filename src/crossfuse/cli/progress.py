@@ -23,7 +23,7 @@ class Stages:
     """One bar for each stage of a command, and one plain line for what each stage found."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or Console()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), RateColumn())
         self._progress = Progress(
             *columns, TimeRemainingColumn(), console=self.console, transient=True, disable=not self.console.is_terminal
@@ -44,9 +44,10 @@ class Stages:
         task = self._progress.add_task(description, total=total)
         try:
             yield lambda done: self._progress.advance(task, done)
+            self._progress.refresh()
         finally:
             self._progress.remove_task(task)
 
     def say(self, line: str) -> None:
         """Print a line above the bars."""
-        self.console.print(line, markup=False)
+        self.console.print(line, markup=False, highlight=False)

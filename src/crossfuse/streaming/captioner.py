@@ -20,11 +20,13 @@ class FramePrompt:
 
     opening: once, before the first frame. before, after: around each frame. Frames of a model that was trained on
     streams need no words of their own (`stream_prompt`); other models get a chat turn a frame (`turn_prompt`).
+    alone: forget the stream before each frame, for models that were never trained on more than one image.
     """
 
     opening: str = ""
     before: str = ""
     after: str = ""
+    alone: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +43,12 @@ def captions_of(
 ) -> Iterator[CaptionedFrame]:
     """Caption frame after frame. ``interval`` is the time between samples (1 / fps): each caption is shown for the
     frame's own interval, so captions never overlap and none waits for the next frame."""
-    if session.stream.is_new and prompt.opening:
-        session.add_text(prompt.opening)
     for frame in frames:
         begin = time.perf_counter()
+        if prompt.alone:
+            session.reset()
+        if session.stream.is_new and prompt.opening:
+            session.add_text(prompt.opening)
         if prompt.before:
             session.add_text(prompt.before)
         session.add_frame(frame.image)
@@ -61,8 +65,8 @@ def stream_prompt(prompt: str) -> FramePrompt:
     return FramePrompt(opening=prompt.rstrip("\n") + "\n" if prompt.strip() else "")
 
 
-def turn_prompt(processor: Any, prompt: str) -> FramePrompt:
-    """A turn of the model's chat template for each frame.
+def turn_prompt(processor: Any, prompt: str, alone: bool = False) -> FramePrompt:
+    """A turn of the model's chat template for each frame, in one conversation or (``alone``) each in its own.
 
     ValueError where the prompt is blank or holds the image placeholder, or the template has no place for one image.
     """
@@ -80,5 +84,5 @@ def turn_prompt(processor: Any, prompt: str) -> FramePrompt:
     before, after = written.split(placeholder)
     opening = processor.tokenizer.bos_token or ""
     if opening and before.startswith(opening):
-        return FramePrompt(opening, before[len(opening) :], after)
-    return FramePrompt("", before, after)
+        return FramePrompt(opening, before[len(opening) :], after, alone)
+    return FramePrompt("", before, after, alone)

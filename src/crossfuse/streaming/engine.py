@@ -30,6 +30,9 @@ class Engine:
         from crossfuse.api import fusion_of
         from crossfuse.fusions.insertion import Insertion
 
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's layers lie inside it
+        if model.training:
+            raise ValueError("the model is in training mode; call model.eval() before streaming")
         self.model, self.budget = model, budget
         self.fusion: Fusion = fusion_of(model) or Insertion()
         if self.fusion.needs_prompt:

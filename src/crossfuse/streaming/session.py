@@ -65,7 +65,7 @@ class StreamSession:
             raise ValueError(f"the tokenizer has no token for the delimiter {self.delimiter!r}; give another delimiter")
         opening = self.tokenizer("").input_ids
         self._opening: list[int] = opening if opening == [self.tokenizer.bos_token_id] else []
-        self.sampler = Sampler(self.decoding, self._never(), end_tokens(model))
+        self.sampler = Sampler(self.decoding, self._never(), end_tokens(self.engine.model))
         self.stream = self.engine.new_stream()
 
     # ------------------------------------------------------------------ input

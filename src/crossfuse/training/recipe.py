@@ -29,6 +29,10 @@ class Recipe(BaseModel):
     lora_rank: int = Field(default=16, ge=1)
     lora_alpha: int = Field(default=32, ge=1)
     seed: int = 0
+    alignment_weight: float = Field(default=0.0, ge=0)
+    """Weight of the loss that pulls image tokens towards the words that name them; records need boxes."""
+    train_projector: bool = False
+    """Train the projector in full beside what `train` names (the alignment loss moves nothing without it)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -41,3 +45,12 @@ class Recipe(BaseModel):
                         f"a recipe has no field {key!r}{nearest(str(key), cls.model_fields)}; known: {known}"
                     )
         return values
+
+    @model_validator(mode="after")
+    def _alignment_needs_the_projector(self) -> Recipe:
+        if self.alignment_weight > 0 and not self.train_projector:
+            raise ValueError(
+                f"alignment_weight={self.alignment_weight:g} moves nothing while the projector is frozen; set "
+                f"train_projector=True"
+            )
+        return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from crossfuse.training.recipe import Recipe
 # Full names: "q_proj" alone would reach the vision tower and the cross-attention layers too.
 LORA_TARGETS = r".*language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 
+PROJECTOR = r"(^|\.)(multi_modal_projector|visual\.merger)\."
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRun:
@@ -43,6 +46,8 @@ class FusedTrainer(Trainer):
     `return_logits=False` the evaluation would hold the logits of a whole vocabulary for every token.
     """
 
+    alignment_weight = 0.0
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -51,6 +56,14 @@ class FusedTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         inputs = inputs | {"use_cache": False, "return_logits": False}
+        if "alignment_tokens" in inputs:
+            from crossfuse.fusions.anchors.alignment import aligned_forward
+
+            if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
+                inputs["num_items_in_batch"] = num_items_in_batch
+            weight = self.alignment_weight / self.args.gradient_accumulation_steps
+            outputs = aligned_forward(model, inputs, weight)
+            return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
         return super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
 
 
@@ -95,6 +108,7 @@ def prepare_trainable(model: Any, recipe: Recipe) -> Any:
         model.requires_grad_(False)
         for parameter in new.values():
             parameter.requires_grad_(True)
+        _train_projector(model, recipe)
         return model
     from peft import LoraConfig, get_peft_model
 
@@ -104,7 +118,15 @@ def prepare_trainable(model: Any, recipe: Recipe) -> Any:
         target_modules=LORA_TARGETS,
         modules_to_save=["cross"] if new else None,
     )
-    return get_peft_model(model, config)
+    adapted = get_peft_model(model, config)
+    _train_projector(adapted, recipe)
+    return adapted
+
+
+def _train_projector(model: nn.Module, recipe: Recipe) -> None:
+    for name, parameter in model.named_parameters():
+        if recipe.train_projector and re.search(PROJECTOR, name):
+            parameter.requires_grad_(True)
 
 
 def fine_tune(
@@ -144,6 +166,7 @@ def fine_tune(
         trainer = FusedTrainer(
             model=model, args=arguments, train_dataset=dataset, data_collator=collator, callbacks=[report]
         )
+        trainer.alignment_weight = recipe.alignment_weight
         trainer.remove_callback(PrinterCallback)
         started = time.perf_counter()
         trainer.train()

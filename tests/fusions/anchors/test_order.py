@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from crossfuse.fusions.anchors import image_into_text, text_into_image
 
-# Entries of 0 and 1 (or all negated): products of equal size in whatever order they are summed, so that cosines that are
+# Entries of 0 and 1 (or all negated): products of equal size in whatever order they are summed, so that cosines that
+# are
 # equal in exact arithmetic are equal in float32 too, and ties are real ones.
 vector = st.tuples(st.lists(st.integers(0, 1), min_size=4, max_size=4), st.sampled_from([1, -1])).map(
     lambda drawn: [drawn[1] * value for value in drawn[0]]

@@ -128,7 +128,7 @@ def test_qwen_keeps_the_positions_of_what_stays():
         if single["input_ids"].shape[1] == 6:
             continue
         few, many = (
-            [tuple(p) + (float(e.sum()),) for p, e in zip(
+            [(*tuple(p), float(e.sum())) for p, e in zip(
                 c["position_ids"][:, 0].T.tolist(), c["inputs_embeds"][0], strict=True
             )]
             for c in (pruned.calls[0], full.calls[0])

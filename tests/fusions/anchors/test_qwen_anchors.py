@@ -120,7 +120,7 @@ def test_t3_everything_along_the_sequence_grows_in_step_and_grids_stay(fusion):
     with Seen(model) as seen:
         out = model(**labelled(inputs))
     call = seen.calls[0]
-    rows, length, width = call["inputs_embeds"].shape
+    rows, length, _width = call["inputs_embeds"].shape
     assert length > inputs["input_ids"].shape[1]
     assert call["attention_mask"].shape == (rows, length)
     assert call["position_ids"].shape[-2:] == (rows, length)

@@ -48,8 +48,8 @@ def match_prompt(
 def anchor_sequence(model: Any, inputs: dict[str, Any]) -> tuple[MultimodalSequence, TextAnchors | ImageAnchors]:
     """A processor's batch as the fusion sees it (embeddings with image tokens in place), and that fusion.
 
-    inputs: input_ids (B, L), attention_mask, pixels and grids; optionally labels, prompt_mask, anchor_mask. Gradients are
-    recorded where they are enabled.
+    inputs: input_ids (B, L), attention_mask, pixels and grids; optionally labels, prompt_mask, anchor_mask. Gradients
+    are recorded where they are enabled.
     """
     from crossfuse.api import fused, fusion_of
 
@@ -77,7 +77,8 @@ def anchor_sequence(model: Any, inputs: dict[str, Any]) -> tuple[MultimodalSeque
 
 
 def explain_anchors(model: Any, inputs: dict[str, Any]) -> list[list[Anchor]]:
-    """Anchors that `TextAnchors` or `ImageAnchors` inserts for a processor's batch: one list a sample, in reading order.
+    """Anchors that `TextAnchors` or `ImageAnchors` inserts for a processor's batch: one list a sample, in reading
+    order.
 
     ``model`` is fused with either (its threshold decides), ``inputs`` hold input_ids (B, L), attention_mask,
     pixel_values and, optionally, labels, prompt_mask, anchor_mask.

@@ -88,7 +88,9 @@ class ImageAnchors(Fusion):
             ends = torch.nn.functional.pad(sequence.answer_starts[:, 1:], (0, 1), value=False) & sequence.valid
         elif sequence.prompt_mask is not None:
             prompt = sequence.prompt_mask & sequence.valid
-            ends = prompt & (columns == torch.where(prompt, columns, -1).amax(1, keepdim=True))
+            owner = sequence.segment_index  # each sample of a packed row has a prompt of its own
+            last = torch.full_like(owner, -1).scatter_reduce(1, owner, torch.where(prompt, columns, -1), reduce="amax")
+            ends = prompt & (columns == last.gather(1, owner))
         else:
             return None
         most = int(ends.sum(1).max())

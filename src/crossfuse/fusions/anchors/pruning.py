@@ -29,9 +29,9 @@ def pruned_image_tokens(
     """(B, L) bool: image tokens to leave out.
 
     Of each image of n tokens the ``ceil(share * n)`` of highest cosine to any candidate text token of the same sample
-    stay (the first ones on ties), and every ``anchored`` one besides. texts, images, anchored (B, L) bool: candidates, and
-    image tokens that carry an anchor. Images outside the candidates, and images of a sample without candidate text, stay
-    whole.
+    stay (the first ones on ties), and every ``anchored`` one besides. texts, images, anchored (B, L) bool:
+    candidates, and image tokens that carry an anchor. Images outside the candidates, and images of a sample without
+    candidate text, stay whole.
     """
     best = best_partner(sequence.embeds, images, texts, sequence.segments)
     nothing = torch.full_like(sequence.embeds[..., 0], torch.inf, dtype=torch.float32)

@@ -32,7 +32,8 @@ class TextAnchors(Fusion):
     positions: ``"sequential"`` counts the fused sequence; with ``"inherit"`` a copy shares its image token's position.
     exclude_token_ids: token ids that are never copied, besides the special tokens.
     keep_image_tokens: the share of each image's tokens that stays in the sequence: those of highest cosine to any
-        candidate text token, and every one that carries an anchor. None keeps all. See `crossfuse.fusions.anchors.pruning`.
+        candidate text token, and every one that carries an anchor. None keeps all. See
+        `crossfuse.fusions.anchors.pruning`.
     """
 
     name: ClassVar[str] = "text-anchors"

@@ -1,0 +1,188 @@
+"""The alignment loss: pulls an image token towards the embedding of the word that names what is there.
+
+AttAnchor's future work, after SEA: anchors find their place by cosine, so image tokens and word embeddings should agree
+before anything is copied. The loss is contrastive over a list of words; labels are (image token, word) pairs from boxes
+(`meta["objects"]` or `meta["spans"]` of a record), from the user, or from a CLIP-type model's own patch-word cosines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax, normalize
+
+from crossfuse.data.collate import Collator
+from crossfuse.data.images import open_image
+from crossfuse.data.records import Record
+
+TEMPERATURE = 0.07
+
+
+def alignment_loss(image_tokens: Tensor, words: Tensor, named: Tensor, temperature: float = TEMPERATURE) -> Tensor:
+    """Mean over image tokens of -log softmax(cos / temperature) at the words that name them.
+
+    image_tokens (P, d) and words (W, d), any float dtype (cosines in float32); named (P, W) bool, at least one True a
+    row: several names of one token (colour and kind) count equally. Returns a scalar; gradients flow to both sides.
+    """
+    if not bool(named.any(1).all()):
+        raise ValueError("every image token of the alignment loss needs at least one word that names it")
+    cosine = normalize(image_tokens.float(), dim=-1) @ normalize(words.float(), dim=-1).T
+    likelihood = log_softmax(cosine / temperature, dim=-1)
+    return -(likelihood * named).sum(1).div(named.sum(1)).mean()
+
+
+@dataclasses.dataclass
+class AlignedCollator:
+    """A collator whose batches carry alignment labels beside everything else.
+
+    ``alignment_tokens`` (P,) long: image tokens by their place in reading order over the batch; ``alignment_words``
+    (P, K) long: ids of the tokens that name each, -1 where there are fewer. Records without boxes or without an image
+    add none.
+
+    word_ids: further token ids that serve as wrong answers; by default only the words of the batch.
+    """
+
+    collator: Collator
+    word_ids: Sequence[int] = ()
+
+    def __call__(self, records: Sequence[Record]) -> dict[str, Any]:
+        batch = self.collator(records)
+        processor = self.collator.processor
+        tokens: list[int] = []
+        words: list[list[int]] = []
+        start = image = 0
+        placeholder = processor.image_token_id
+        for row, record in enumerate(records):
+            total = int((batch["input_ids"][row] == placeholder).sum())
+            if len(record.images) == 1 and total:
+                grid = image_grid(batch, processor, image, total)
+                for patch, ids in named_patches(processor, record, grid).items():
+                    tokens.append(start + patch)
+                    words.append(sorted(ids))
+            start += total
+            image += len(record.images)
+        if tokens:
+            most = max(map(len, words))
+            batch["alignment_tokens"] = torch.tensor(tokens)
+            batch["alignment_words"] = torch.tensor([ids + [-1] * (most - len(ids)) for ids in words])
+            batch["alignment_others"] = torch.tensor(sorted({*self.word_ids}), dtype=torch.long)
+        return batch
+
+
+def aligned_forward(model: Any, inputs: dict[str, Any], weight: float) -> Any:
+    """One forward whose ``loss`` holds ``weight`` times the alignment loss (``alignment_loss``) beside the model's own.
+
+    inputs: a batch of `AlignedCollator`. Images are encoded once. Words do not move: only the image side is pulled.
+    """
+    labels = {
+        name: inputs[name] for name in ("alignment_tokens", "alignment_words", "alignment_others") if name in inputs
+    }
+    rest = {name: value for name, value in inputs.items() if name not in labels}
+    if not labels or weight == 0:
+        return model(**rest)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    body, backbone = base.model, _backbone(base)
+    images = backbone.encode(body, None, rest)
+    features = torch.cat(images.features)[labels["alignment_tokens"]]
+    list_ids = torch.cat([labels["alignment_words"].flatten(), labels["alignment_others"]]).unique()
+    list_ids = list_ids[list_ids >= 0]
+    named = (labels["alignment_words"][:, :, None] == list_ids).any(1)
+    words = body.get_input_embeddings()(list_ids).detach()
+    pulled = alignment_loss(features, words, named)
+    outputs = model(
+        **{k: v for k, v in rest.items() if not k.startswith("pixel_values")},
+        mm_encoder_outputs=images.as_encoder_outputs(),
+    )
+    outputs["alignment_loss"] = pulled
+    outputs["loss"] = outputs["loss"] + weight * pulled
+    return outputs
+
+
+def named_patches(processor: Any, record: Record, grid: tuple[int, int]) -> dict[int, set[int]]:
+    """Image token -> ids of the words that name what it shows, by the boxes of the record's ``meta``.
+
+    ``meta["objects"]``: ``[{"name": "red circle", "box": [x0, y0, x1, y1]}]`` names everything in the image;
+    ``meta["spans"]``: characters of the prompt that name an object; ``meta["patch_words"]``: ``[[patch, "word"], ...]``
+    gives the pairs themselves.
+    """
+    from crossfuse.analysis.patch_boxes import patch_boxes
+    from crossfuse.analysis.word_patches import patches_of
+
+    tokenizer = processor.tokenizer
+    found: dict[int, set[int]] = {}
+
+    def add(patch: int, name: str) -> None:
+        # As it stands in running text: many tokenizers write a word differently at the start of a line.
+        found.setdefault(patch, set()).update(_tokens(tokenizer, f" {name}"))
+
+    meta: Any = record.meta
+    for patch, word in meta.get("patch_words") or []:
+        if not 0 <= patch < grid[0] * grid[1]:
+            raise ValueError(f"record {record.id!r} names patch {patch}, outside the grid of {grid[0]} x {grid[1]}")
+        add(int(patch), str(word))
+    objects = meta.get("objects")
+    if objects is None:
+        text = next(m.text for m in reversed(record.messages) if m.role == "user")
+        objects = [{"name": text[s["start"] : s["end"]], "box": s["box"]} for s in meta.get("spans") or []]
+    if objects:
+        boxes = patch_boxes(processor, open_image(record.images[0]).size, grid)
+        for item in objects:
+            for patch in patches_of(boxes, item["box"]).nonzero()[:, 0].tolist():
+                add(patch, item["name"])
+    return found
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text without those of blanks alone."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return [i for i in ids if tokenizer.decode([i]).strip()]
+
+
+@torch.no_grad()
+def clip_patch_words(
+    label_model: Any, label_processor: Any, image: Any, words: Sequence[str], grid: tuple[int, int], least: float = 0.5
+) -> list[list[Any]]:
+    """(patch, word) pairs from a CLIP-type model, for ``meta["patch_words"]``, as SEA labels patches without boxes.
+
+    Each patch takes its most likely word of the list where the softmax over the list (at the model's own temperature)
+    is at least ``least``; the label model's patch grid is laid over ``grid``. label_model: has ``vision_model``,
+    ``visual_projection`` and ``get_text_features`` (`CLIPModel`).
+    """
+    if len(words) < 2:
+        raise ValueError(f"patches are told apart by at least 2 words; got {len(words)}")
+    vision = label_model.vision_model(**label_processor.image_processor(images=image, return_tensors="pt"))
+    patches = label_model.visual_projection(label_model.vision_model.post_layernorm(vision.last_hidden_state[0, 1:]))
+    text = label_model.get_text_features(**label_processor.tokenizer(list(words), padding=True, return_tensors="pt"))
+    text = getattr(text, "pooler_output", text)
+    scores = (normalize(patches, dim=-1) @ normalize(text, dim=-1).T) * label_model.logit_scale.exp()
+    chance = scores.softmax(-1)
+    side = round(len(patches) ** 0.5)
+    rows = (torch.arange(grid[0]) * 2 + 1) * side // (2 * grid[0])
+    columns = (torch.arange(grid[1]) * 2 + 1) * side // (2 * grid[1])
+    place = (rows[:, None] * side + columns).flatten()
+    best = chance[place].max(-1)
+    pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    return [[patch, words[word]] for patch, (value, word) in enumerate(pairs) if value >= least]
+
+
+def image_grid(batch: dict[str, Any], processor: Any, image: int, tokens: int) -> tuple[int, int]:
+    """(rows, columns) of an image's tokens, from the processor's output; ValueError where they form no known grid."""
+    if "image_grid_thw" in batch:
+        merge = processor.image_processor.merge_size
+        _, height, width = batch["image_grid_thw"][image].tolist()
+        return height // merge, width // merge
+    side = round(tokens**0.5)
+    if side * side != tokens:
+        raise ValueError(f"boxes need a grid of image tokens; {tokens} tokens are no square")
+    return side, side
+
+
+def _backbone(model: Any) -> Any:
+    from crossfuse.api import fusion_of
+    from crossfuse.backbones import backbone_for
+
+    return model.model._backbone if fusion_of(model) is not None else backbone_for(model)

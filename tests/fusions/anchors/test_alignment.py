@@ -1,0 +1,158 @@
+"""The alignment loss: its value, where its gradient goes, its labels, and a recipe that uses it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import tiny_qwen
+import torch
+
+import crossfuse as xf
+from crossfuse.analysis.word_patches import scene_records
+from crossfuse.data.collate import Collator
+from crossfuse.fusions.anchors.alignment import (
+    AlignedCollator,
+    aligned_forward,
+    alignment_loss,
+    clip_patch_words,
+    named_patches,
+)
+from crossfuse.training.recipe import Recipe
+from crossfuse.training.trainer import fine_tune, prepare_trainable
+from tiny import I, assert_close, batch, labelled, llava
+
+
+def test_the_loss_is_the_mean_negative_log_softmax_at_the_naming_words():
+    draw = torch.Generator().manual_seed(0)
+    tokens, words = torch.randn(5, 8, generator=draw), torch.randn(4, 8, generator=draw)
+    named = torch.tensor([[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1], [1, 1, 0, 0], [0, 0, 1, 0]]).bool()
+    total = 0.0
+    for p in range(5):
+        cosines = [float(torch.nn.functional.cosine_similarity(tokens[p], words[w], dim=0)) / 0.07 for w in range(4)]
+        norm = torch.tensor(cosines).logsumexp(0)
+        names = named[p].nonzero()[:, 0].tolist()
+        total += sum(float(norm) - cosines[w] for w in names) / len(names)
+    assert_close(alignment_loss(tokens, words, named), torch.tensor(total / 5), atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="needs at least one word that names it"):
+        alignment_loss(tokens, words, torch.zeros(5, 4).bool())
+
+
+def test_a_step_against_the_gradient_brings_the_token_nearer_to_its_word():
+    tokens, words = torch.randn(3, 8, requires_grad=True), torch.randn(6, 8)
+    named = torch.eye(6)[:3].bool()
+    before = torch.nn.functional.cosine_similarity(tokens, words[:3]).detach()
+    alignment_loss(tokens, words, named).backward()
+    after = torch.nn.functional.cosine_similarity(tokens - 0.05 * tokens.grad, words[:3])
+    assert (after > before).all()
+
+
+LABELS = {
+    "alignment_tokens": torch.tensor([0, 5, 20]),
+    "alignment_words": torch.tensor([[9, -1], [12, 30], [9, -1]]),
+    "alignment_others": torch.tensor([40, 41]),
+}
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen"])
+def test_one_forward_holds_both_losses_and_encodes_the_images_once(family):
+    if family == "llava":
+        model, inputs = llava(), labelled(batch([3, I, 6], [2, I, 5]))
+        tower = model.model.vision_tower
+    else:
+        model, inputs = tiny_qwen.qwen(), labelled(tiny_qwen.batch([3, (4, 8), 6], [2, (8, 8), 5]))
+        tower = model.model.visual
+    xf.fuse(model, xf.TextAnchors(threshold=0.1)).train()
+    plain = model(**inputs, use_cache=False).loss
+    calls = []
+    hook = tower.register_forward_hook(lambda *a: calls.append(1))
+    out = aligned_forward(model, {**inputs, **LABELS, "use_cache": False}, weight=2.0)
+    hook.remove()
+    assert len(calls) == 1
+    assert_close(out["loss"], plain + 2.0 * out["alignment_loss"])
+    assert float(out["alignment_loss"]) > 0
+    model.get_input_embeddings().weight.grad = None
+    out["alignment_loss"].backward()
+    assert model.get_input_embeddings().weight.grad is None  # words do not move
+    projector = "multi_modal_projector" if family == "llava" else "visual.merger"
+    assert any(projector in name and p.grad is not None for name, p in model.named_parameters())
+    assert aligned_forward(model, {**inputs, **LABELS, "use_cache": False}, weight=0.0).loss == plain
+
+
+def test_labels_come_from_the_boxes_of_a_scene(embedded):
+    _, processor = embedded
+    records = list(scene_records("train", 6))
+    made = AlignedCollator(Collator(processor), word_ids=[50])(records)
+    tokens, words = made["alignment_tokens"], made["alignment_words"]
+    assert len(tokens) == len(words) > 10
+    assert made["alignment_others"].tolist() == [50]
+    for record_number, record in enumerate(records):
+        own = (tokens // 64) == record_number
+        labels = named_patches(processor, record, (8, 8))
+        assert set((tokens[own] % 64).tolist()) == set(labels)
+        known = {word for item in record.meta["objects"] for word in item["name"].split()}
+        for patch, ids in labels.items():
+            names = {processor.tokenizer.decode([i]).strip() for i in ids}
+            assert names <= known
+            assert len(names) >= 2, patch  # a colour and a kind
+    pairs = records[0].model_copy(update={"meta": {"patch_words": [[3, "red"], [3, "circle"]]}})
+    assert {processor.tokenizer.decode([i]).strip() for i in named_patches(processor, pairs, (8, 8))[3]} == {
+        "red",
+        "circle",
+    }
+    with pytest.raises(ValueError, match="names patch 99, outside the grid of 8 x 8"):
+        named_patches(processor, records[0].model_copy(update={"meta": {"patch_words": [[99, "red"]]}}), (8, 8))
+
+
+def test_a_recipe_trains_with_it_and_raises_the_cosines(embedded):
+    model, processor = copy.deepcopy(embedded[0]), embedded[1]
+    records = list(scene_records("train", 8))
+    collator = AlignedCollator(Collator(processor))
+    probe = collator(records)
+    xf.fuse(model, xf.TextAnchors(threshold=0.2))
+
+    def aligned(network):
+        with torch.no_grad():
+            return float(aligned_forward(network, {**probe, "use_cache": False}, 1.0)["alignment_loss"])
+
+    before = aligned(model)
+    recipe = Recipe(
+        steps=4, batch_size=8, learning_rate=3e-3, warmup_steps=0, alignment_weight=1.0, train_projector=True
+    )
+    trained = prepare_trainable(model, recipe)
+    fine_tune(trained, records, collator, recipe)
+    trained.eval()
+    assert aligned(trained) < before - 0.05
+    with pytest.raises(ValueError, match="moves nothing while the projector is frozen; set train_projector=True"):
+        Recipe(alignment_weight=1.0)
+
+
+def test_a_clip_model_labels_patches_over_a_word_list():
+    """A random CLIP whose text side is replaced by directions of known patches: each patch gets its own word."""
+    from types import SimpleNamespace
+
+    from transformers import CLIPConfig, CLIPModel
+
+    sides = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CLIPConfig(
+        text_config={**sides, "vocab_size": 20, "projection_dim": 12, "eos_token_id": 2, "bos_token_id": 1},
+        vision_config={**sides, "image_size": 16, "patch_size": 8, "projection_dim": 12},
+        projection_dim=12,
+    )
+    torch.manual_seed(0)
+    clip = CLIPModel(config).eval()
+    pixels = torch.randn(1, 3, 16, 16)
+    with torch.no_grad():
+        hidden = clip.vision_model(pixels).last_hidden_state[0, 1:]
+        patches = clip.visual_projection(clip.vision_model.post_layernorm(hidden))
+    clip.get_text_features = lambda **given: patches[[2, 0, 3, 1]]
+    processor = SimpleNamespace(
+        image_processor=lambda images, return_tensors: {"pixel_values": pixels},
+        tokenizer=lambda words, padding, return_tensors: {},
+    )
+    words = ["two", "zero", "three", "one"]
+    assert clip_patch_words(clip, processor, None, words, (2, 2), least=0.0) == [
+        [0, "zero"], [1, "one"], [2, "two"], [3, "three"]
+    ]  # fmt: skip
+    assert len(clip_patch_words(clip, processor, None, words, (4, 4), least=0.0)) == 16
+    assert clip_patch_words(clip, processor, None, words, (2, 2), least=1.1) == []
