@@ -150,9 +150,8 @@ def main() -> int:
         print(f"{name:28}{ms:>10.1f}{result['tokens'][name]:>9}{result['kv_bytes'][name]:>13,}")
     low, high = result["prefill_ratio"]["interval"]
     share = result["matching_share"]
-    print(
-        f"whole prefill: {result['prefill_ratio']['median']:.3f} x unfused [{low:.3f}, {high:.3f}], limit {PREFILL_LIMIT}"
-    )
+    ratio = result["prefill_ratio"]["median"]
+    print(f"whole prefill: {ratio:.3f} x unfused [{low:.3f}, {high:.3f}], limit {PREFILL_LIMIT}")
     print(
         f"matching and insertion: {result['matching_and_insertion_ms']:.2f} ms, {share:.3%} of the prefill, limit "
         f"{MATCHING_LIMIT:.1%}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +13,8 @@ from embedded_model import GRID, IMAGE_SIZE, PATCH_SIZE
 from PIL import Image, ImageDraw
 
 from crossfuse.data.easy_vqa import EasyVQA
-from crossfuse.data.questions import ask
-from crossfuse.data.scenes import COLOURS, KINDS, Scene, draw_shape, make_scene, render
+from crossfuse.data.questions import RELATION_MARGIN, RELATIONS, Question, ask
+from crossfuse.data.scenes import COLOURS, KINDS, Scene, SceneObject, draw_shape, make_scene, render
 
 if TYPE_CHECKING:
     import torch
@@ -38,14 +38,15 @@ BINDING_MIX = (
     "relation",
     *("caption",) * 2,
 )
-# Mostly questions of place and number.
+# Mostly questions of place and number, with two easier kinds that are asked in training only.
 PLACE_MIX = (
     *("existence",) * 2,
     *("colour",) * 2,
-    "shape",
     *("count",) * 4,
-    *("relation",) * 8,
-    *("caption",) * 2,
+    *("where",) * 4,
+    *("plain relation",) * 6,
+    *("relation",) * 3,
+    "caption",
 )
 _COLOUR_INDEX = {colour: i for i, colour in enumerate(COLOURS)}
 
@@ -162,8 +163,43 @@ def scene_turns(
 ) -> list[tuple[str, str]]:
     """Up to ``count`` fresh questions and answers about one training scene."""
     scene = make_scene(seed, "train")
-    asked = (ask(scene, kind, rng) for kind in rng.choices(mix, k=count))
+    easier = {"where": _where, "plain relation": _plain_relation}
+    kinds = rng.choices(mix, k=count)
+    asked = (easier[kind](scene, rng) if kind in easier else ask(scene, kind, rng) for kind in kinds)
     return [(question.text, question.answer) for question in asked if question is not None]
+
+
+def _unique_kinds(scene: Scene) -> list[SceneObject]:
+    counts = Counter(item.kind for item in scene.objects)
+    return [item for item in scene.objects if counts[item.kind] == 1]
+
+
+def _where(scene: Scene, rng: random.Random) -> Question | None:
+    """The half of the picture that an object lies in, where it lies clearly in one."""
+    axis = rng.randrange(2)
+    clear = [o for o in _unique_kinds(scene) if abs(o.centre[axis] / scene.size - 0.5) > 0.1]
+    if not clear:
+        return None
+    item = rng.choice(clear)
+    first, second = (("left", "right"), ("top", "bottom"))[axis]
+    answer = first if item.centre[axis] < scene.size / 2 else second
+    name = rng.choice((item.kind, item.name))
+    return Question(f"where is the {name}, {first} or {second}?", answer, "where")
+
+
+def _plain_relation(scene: Scene, rng: random.Random) -> Question | None:
+    """A relation between objects that are named by their kinds alone."""
+    pool = _unique_kinds(scene)
+    if len(pool) < 2:
+        return None
+    first, second = rng.sample(pool, 2)
+    word = rng.choice(list(RELATIONS))
+    axis, sign = RELATIONS[word]
+    distance = sign * (first.centre[axis] - second.centre[axis]) / scene.size
+    if abs(distance) < RELATION_MARGIN:
+        return None
+    text = f"is the {first.kind} {word} the {second.kind}?"
+    return Question(text, "yes" if distance > 0 else "no", "plain relation")
 
 
 def pack(

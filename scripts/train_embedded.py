@@ -6,7 +6,7 @@ Five stages, each resumed from ``--work`` if it is interrupted (docs/embedded-mo
 2. text: the language model alone, on questions and answers without pictures.
 3. projector: from patches to the text's embeddings of the words for what they show; again attributes alone.
    The three together are the *start* (``OUT/start``).
-4. joint: from the start, as an ordinary insertion model, on answers only; the tower is frozen for the first 60 %.
+4. joint: from the start, as an ordinary insertion model, on answers only; the tower is frozen for the first 70 %.
    The result is ``OUT/model``.
 5. score: exact match by greedy ``generate`` on unseen data, with pictures shuffled between questions beside it.
 """
@@ -317,10 +317,10 @@ def answer_logits(run: Run, pixels: np.ndarray, turns: list[Turns], train_tower:
 
 
 def train_joint(run: Run) -> None:
-    """Stage 4: an ordinary insertion model; tower frozen for 60 % of the steps, then trained at a low rate."""
+    """Stage 4: an ordinary insertion model; tower frozen for 70 % of the steps, then trained at a low rate."""
     model, options = run.model, run.options
     n_easy = len(run.easy.pixels) - HELD_OUT
-    tower_from = round(options.joint_steps * 0.6)
+    tower_from = round(options.joint_steps * 0.7)
     objects = run.scenes.peak.sum(1)
     one_or_two, two_or_three = np.flatnonzero(objects <= 2), np.flatnonzero((objects == 2) | (objects == 3))
     everything = np.arange(options.scenes)
@@ -330,7 +330,7 @@ def train_joint(run: Run) -> None:
         (1375, everything, QUESTION_MIX),
         (1700, two_or_three, BINDING_MIX),
         (1750, everything, QUESTION_MIX),
-        (2250, two_or_three, PLACE_MIX),
+        (2400, two_or_three, PLACE_MIX),
         (options.joint_steps, everything, QUESTION_MIX),
     )
 
@@ -363,7 +363,7 @@ def train_joint(run: Run) -> None:
     tower = list(run.tower.parameters())
     rest = [p for n, p in model.named_parameters() if ".vision_tower." not in f".{n}"]
     groups = [{"params": rest, "lr": options.lr}, {"params": tower, "lr": options.lr * 0.15}]
-    optimise(run, "joint", groups, options.joint_steps, loss_of, model, watch, every=125, decay=0.4)
+    optimise(run, "joint", groups, options.joint_steps, loss_of, model, watch, every=125, decay=0.3)
 
 
 def watch_set(run: Run) -> Iterator[tuple[np.ndarray, list[Turns], list[str]]]:
@@ -388,7 +388,7 @@ def main() -> None:
     parser.add_argument("--tower-steps", type=int, default=1000)
     parser.add_argument("--text-steps", type=int, default=200)
     parser.add_argument("--projector-steps", type=int, default=200)
-    parser.add_argument("--joint-steps", type=int, default=3600)
+    parser.add_argument("--joint-steps", type=int, default=3400)
     parser.add_argument("--batch", type=int, default=16, help="pictures a step of the joint stage")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--export-every", type=int, default=0, help="also write OUT/model every so many joint steps")

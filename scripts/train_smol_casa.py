@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from smol_casa import Batches, EasyVQA, SmolRecipe, answer, build, encode_pictures, read_recipe, score
+from smol_casa import YES_NO, Batches, EasyVQA, SmolRecipe, answer, build, encode_pictures, read_recipe, score
 
 LORA_TARGETS = r".*language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 HELD_OUT = 100  # training pictures whose questions are for watching only
@@ -216,8 +216,8 @@ def load_adapter(recipe: SmolRecipe, options: argparse.Namespace) -> tuple[Any, 
     return composed, PeftModel.from_pretrained(xf.fuse(composed, xf.Insertion()), folder).eval()
 
 
-def evaluate(composed: Any, model: Any, questions: int, seed: int) -> dict[str, Any]:
-    """Exact match over test questions about unseen pictures, with the right pictures and with shuffled ones."""
+def evaluate(composed: Any, model: Any, questions: int, blind: int, seed: int) -> dict[str, Any]:
+    """Exact match over test questions about unseen pictures; for the first ``blind`` with shuffled pictures too."""
     data = EasyVQA("test")
     items = random.Random(seed).sample(data.items, min(questions, len(data.items)))
     pictures = [item.image for item in items]
@@ -225,13 +225,13 @@ def evaluate(composed: Any, model: Any, questions: int, seed: int) -> dict[str, 
     began = time.perf_counter()
     right = score(items, answer(model, composed.processor, data, items, pictures))
     seconds = time.perf_counter() - began
-    blind = score(items, answer(model, composed.processor, data, items, shuffled))
-    closed = sum(item.answer in ("yes", "no") for item in items)
+    some = items[:blind]
+    shuffled_match = score(some, answer(model, composed.processor, data, some, shuffled[:blind]))
     return {
         "questions": len(items),
-        "yes_no": closed,
+        "yes_no": sum(item.answer in YES_NO for item in items),
         "exact_match": right,
-        "shuffled_images": blind,
+        "shuffled_images": {"questions": len(some), **shuffled_match},
         "seconds": seconds,
     }
 
@@ -247,6 +247,7 @@ def main() -> None:
     parser.add_argument("--save-seconds", type=float, default=180, help="training seconds between checkpoints")
     parser.add_argument("--watched", type=int, default=256, help="questions about held-out pictures at each checkpoint")
     parser.add_argument("--questions", type=int, default=2000, help="test questions at the end")
+    parser.add_argument("--shuffled", type=int, default=2000, help="of them asked with shuffled pictures too")
     parser.add_argument("--evaluate-only", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -269,7 +270,7 @@ def main() -> None:
         results["adapter_bytes"] = save_adapter(recipe, options, composed, model)
         del composed, model
     composed, model = load_adapter(recipe, options)
-    results["test"] = evaluate(composed, model, options.questions, recipe.seed)
+    results["test"] = evaluate(composed, model, options.questions, options.shuffled, recipe.seed)
     replace_file(options.out / "results.json", (json.dumps(results, indent=2) + "\n").encode())
     log.write(event="results", **{k: v for k, v in results.items() if k != "recipe"})
 

@@ -72,8 +72,9 @@ class FusedBody(Swapped):
                 input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, cache=cache,
                 inputs_embeds=inputs_embeds, mm_encoder_outputs=mm_encoder_outputs, **common, **kwargs,
             )  # fmt: skip
-            if isinstance(cache, FusionCache):
-                _record_plain(cache, inputs_embeds if input_ids is None else input_ids, attention_mask)
+            appended = inputs_embeds if input_ids is None else input_ids
+            if isinstance(cache, FusionCache) and appended is not None:
+                _record_plain(cache, appended, attention_mask)
             return outputs
         if input_ids is None:
             raise ValueError(f"a model fused with {fusion.name} needs input_ids; inputs_embeds alone hide the images")

@@ -9,7 +9,12 @@ from PIL import Image
 
 import crossfuse as xf
 
-FUSIONS = ["insertion", "text anchors (AttAnchor)", "cross-attention (CASA)", "insertion, not fine-tuned"]
+FUSIONS = [
+    "insertion (baseline)",
+    "text anchors (AttAnchor)",
+    "cross-attention (CASA)",
+    "insertion, before fine-tuning",
+]
 
 
 @pytest.fixture(scope="module", params=["scenes", "easy-vqa"])
@@ -67,7 +72,7 @@ def test_report_repeats_the_results(finished):
     results = json.loads((folder / "results.json").read_text())
     page = (folder / "report.html").read_text()
     for outcome in results["outcomes"]:
-        assert f"{outcome['scores']['all']['right']} of 30" in page
+        assert f"{outcome['scores']['all']['right']}&nbsp;of&nbsp;30" in page.replace("\xa0", "&nbsp;")
     assert not re.search(r"https?://|<script", page)
     pictures = len(list(folder.glob("anchors-*.png")))
     assert page.count("data:image/png;base64,") == 3 + pictures

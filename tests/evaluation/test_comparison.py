@@ -48,7 +48,7 @@ def test_page_holds_the_counts_the_intervals_and_the_verdict():
     cache = {"insertion": [(1, 1000), (2, 2000)]}
     charts = comparison_charts(found, cache)
     assert set(charts) == {"loss.png", "radar.png", "cache.png"}
-    page = comparison_page(found, texts, charts, [], cache).render()
+    page = comparison_page(found, texts, charts, [], cache).render().replace("\N{NO-BREAK SPACE}", " ")
     for text in ("50 of 60", "83.3%", "-50.0", "worse", "60 questions that training never saw", "1,234", "1,000"):
         assert text in page
     assert "nothing to draw" in page

@@ -107,7 +107,7 @@ def test_mistakes_are_found_before_the_model_is_loaded(clip, tmp_path, monkeypat
         ((clip, "--out", tmp_path / "none" / "a.srt"), "no such folder"),
         ((clip, "--out", tmp_path / "a.txt"), "got '.*a.txt'"),
         ((clip, "--burn", tmp_path / "none" / "a.mp4"), "no such folder"),
-        ((clip, "--layout", "turn"), "turns, single, stream; got 'turn'"),
+        ((clip, "--layout", "turn"), "single, turns, stream; got 'turn'"),
         ((clip, "--fps", -1), "fps must be above 0; got -1"),
     ]:
         with pytest.raises((ValueError, OSError), match=message):
@@ -162,3 +162,14 @@ def test_killed_run_leaves_a_valid_file(clip, tmp_path):
     with caption_writer(str(out), resume=True):
         pass
     assert out.read_bytes() == before
+
+
+def test_folder_of_equal_pictures_and_repeats(tmp_path):
+    for number in range(3):
+        render(make_scene(1, "test")).save(tmp_path / f"{number}.png")
+    every, once = tmp_path / "every.jsonl", tmp_path / "once.jsonl"
+    run(tmp_path, "--fps", 1, "--out", every, *SHORT)
+    run(tmp_path, "--fps", 1, "--out", once, "--skip-repeats", *SHORT)
+    assert len(every.read_text().splitlines()) == 3
+    assert every.read_text().startswith(once.read_text())
+    assert len(once.read_text().splitlines()) == 1

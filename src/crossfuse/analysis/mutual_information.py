@@ -86,7 +86,8 @@ def _cooccurrence(run: Attended, texts: list[int], images: list[int]) -> Tensor:
     columns = torch.tensor([run.original(column) for column in images])
     joint = torch.zeros(len(texts), len(images))
     for n, text in enumerate(texts):
-        for row in {run.original(text), run.copy(text)} - {None}:
+        copied = run.copy(text)
+        for row in (run.original(text),) if copied is None else (run.original(text), copied):
             seen = columns <= row
             for layer in run.layers:
                 joint[n, seen] += layer.mass(row)[:, columns[seen]].mean(0) / len(run.layers)

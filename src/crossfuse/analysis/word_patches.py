@@ -43,8 +43,8 @@ def scene_records(
     from crossfuse.data.questions import SceneQuestions
 
     for index, (image, question, scene) in enumerate(SceneQuestions(split, count, seed, kinds)):
-        objects = [{"name": item.name, "box": list(item.box)} for item in scene.objects]
-        spans = [{"start": s.start, "end": s.end, "box": list(s.box)} for s in question.spans]
+        objects: Any = [{"name": item.name, "box": list(item.box)} for item in scene.objects]
+        spans: Any = [{"start": s.start, "end": s.end, "box": list(s.box)} for s in question.spans]
         yield Record.of_question(
             f"scenes-{split}-{seed}-{index}",
             question.text,

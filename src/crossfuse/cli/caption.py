@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from crossfuse.streaming.session import StreamSession
     from crossfuse.streaming.video import VideoFrame
 
-PROMPT = "Describe the image."
-LAYOUTS = ("turns", "single", "stream")
+PROMPT = "describe the image."
+LAYOUTS = ("single", "turns", "stream")
 
 
 def caption(
@@ -45,8 +45,8 @@ def caption(
     prompt: Annotated[str, typer.Option(help="What to say about the frames.")] = PROMPT,
     layout: Annotated[
         str,
-        typer.Option(help="turns: ask for each frame, remember; single: forget between frames; stream: ask once."),
-    ] = "turns",
+        typer.Option(help="single: each frame on its own; turns: one conversation, a turn a frame; stream: ask once."),
+    ] = "single",
     max_text_tokens: Annotated[int, typer.Option(min=0, help="Bound of the text cache; 0 keeps everything.")] = 1024,
     sink_tokens: Annotated[int, typer.Option(min=0, help="First tokens that are never evicted.")] = 4,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest caption of a frame, in tokens.")] = 32,

@@ -31,10 +31,10 @@ from crossfuse.reports.overlay import anchor_labels, draw_anchors
 from crossfuse.training.recipe import Recipe
 from crossfuse.training.trainer import fine_tune, prepare_trainable
 
-INSERTION = "insertion"
+INSERTION = "insertion (baseline)"
 ANCHORS = "text anchors (AttAnchor)"
 CROSS_ATTENTION = "cross-attention (CASA)"
-UNTRAINED = "insertion, not fine-tuned"
+UNTRAINED = "insertion, before fine-tuning"
 SHARE = 0.10
 PICTURES = 6
 ANSWER_TOKENS = 6

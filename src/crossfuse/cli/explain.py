@@ -55,18 +55,18 @@ def explain_model(
     from crossfuse.data.collate import Collator
 
     known = xf.fusion_of(network)
-    if known is not None and known.name != "text-anchors":
+    if known is not None and not isinstance(known, xf.TextAnchors):
         raise ValueError(
             f"this model was saved with {known}; explain measures TextAnchors on it or on an unfused model"
         )
-    used = known
     batch = Collator(processor, prompt_only=True)(records)
     sentences = []
+    used = known or xf.TextAnchors()
     if threshold is not None:
-        used = xf.TextAnchors(threshold=threshold) if known is None else dataclasses.replace(known, threshold=threshold)
+        used = dataclasses.replace(used, threshold=threshold)
     elif known is None:
         calibration = xf.calibrate_threshold(network, [batch], share=share)
-        used = calibration.fusion()
+        used = dataclasses.replace(used, threshold=calibration.threshold, share=share)
         sentences.append(f"τ = {calibration.threshold:.3f} copies {calibration.achieved:.1%} of the prompt tokens.")
     if known is not None:
         xf.unfuse(network)

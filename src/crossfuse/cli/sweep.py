@@ -18,9 +18,7 @@ def sweep(
     values: Annotated[str, typer.Argument(help="Values, separated by commas: 1,0.16,0.14,0.12,0.1,0.08")],
     field: Annotated[str, typer.Option(help="Field of the fusion, or with --train of the recipe.")] = "threshold",
     fusion: Annotated[str, typer.Option(help="The fusion; its other fields are options too.")] = "text-anchors",
-    model: Annotated[
-        str | None, typer.Option(help="Directory or hub id.", show_default="the embedded model")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Directory or hub id.", show_default="the embedded model")] = None,
     data: Annotated[str, typer.Option(help="JSON lines of records to measure on, or `scenes`.")] = "scenes",
     train: Annotated[
         str | None, typer.Option(help="Recipe (YAML or JSON) to train each value with; `default` for its defaults.")

@@ -11,6 +11,9 @@ from crossfuse.reports.curves import Curve, cache_bytes, loss_curves, png_bytes
 from crossfuse.reports.html import ReportPage
 from crossfuse.reports.radar import radar_chart
 
+# Numbers that belong together stay on one line of a table.
+NO_BREAK, JOINER = "\N{NO-BREAK SPACE}", "\N{WORD JOINER}"
+
 
 @dataclasses.dataclass(frozen=True)
 class ComparisonTexts:
@@ -114,9 +117,9 @@ def _score_row(comparison: Comparison, outcome: Outcome) -> list[str]:
     low, high = value.interval
     return [
         outcome.name,
-        f"{value.right} of {value.total}",
+        f"{value.right} of {value.total}".replace(" ", NO_BREAK),
         f"{value.share:.1%}",
-        f"{100 * low:.1f}–{high:.1%}",
+        f"{100 * low:.1f}{JOINER}–{JOINER}{high:.1%}",
         f"{shuffled.share:.1%}",
         str(value.unparsed),
         against,
@@ -125,7 +128,7 @@ def _score_row(comparison: Comparison, outcome: Outcome) -> list[str]:
 
 def _share(value: Score) -> str:
     low, high = value.interval
-    return f"{value.share:.0%} ({100 * low:.0f}–{high:.0%})"
+    return f"{value.share:.0%} ({100 * low:.0f}–{high:.0%})".replace(" ", NO_BREAK).replace("–", f"{JOINER}–{JOINER}")
 
 
 def _training(page: ReportPage, comparison: Comparison) -> None:
