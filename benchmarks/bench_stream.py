@@ -1,11 +1,14 @@
 """Latency and memory of a frame against the number of frames: insertion, token compression, cross-attention.
 
-    python benchmarks/bench_stream.py [--frames 60] [--endless 10000] [--threads 2] [--shape smollm2-135m] [--quick]
+    python benchmarks/bench_stream.py [--frames 60] [--every 1] [--endless 10000] [--shape smollm2-135m] [--quick]
 
 Every frame has one delimiter and 8 generated tokens; its image tokens are given (the vision tower is the same for all
 methods and not counted). Methods take turns frame by frame in one run, so that other work on the machine meets all of
 them; a ratio is the median of ratios of the same frame. The text-only language model is the same stream without images.
 Before anything is measured, two frames of every method are compared with one forward of the same sequence.
+
+With `--every 10` only each tenth frame and the last ones are decoded and measured; the others enter the cache, words
+included, in one forward each. An interrupt (Ctrl-C) ends the run early and reports what there is.
 
 `--endless` frames then go through one bounded session of the embedded model's shape: resident memory, positions and the
 latency relative to a text-only step beside it must stay where they are.
@@ -50,7 +53,7 @@ from crossfuse.streaming.stream import EncodedFrame
 
 OUTPUT = Path("build/bench")
 NEW_TOKENS = 8
-LAST = 5  # frames at the end that a ratio is taken over
+LAST = 3  # frames at the end that a ratio is taken over
 BOUND = 256
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -124,19 +127,31 @@ class Method:
             xf.fuse(self.model, fusion)
         decoding = Decoding(max_new_tokens=NEW_TOKENS)
         self.session = StreamSession(self.model, words, max_text_tokens=bound, decoding=decoding)
+        self.frames: list[int] = []  # those that were measured
         self.seconds: list[float] = []
         self.megabytes: list[float] = []
 
-    def frame(self, features: Tensor, grid: int) -> None:
-        start = time.perf_counter()
+    def fill(self, features: Tensor, grid: int) -> None:
+        """A frame and words that are given, in one forward: the cache grows as if they had been generated."""
+        self._add(features, grid)
+        self.session.stream.add_text(list(range(1, NEW_TOKENS + 1)))
+        self.session.forward()
+
+    def _add(self, features: Tensor, grid: int) -> None:
         if self.sees:
             self.session.add_encoded(EncodedFrame(features, (grid, grid)))
         else:
             self.session.stream.add_text(self.session.delimiter_ids)
+
+    def frame(self, features: Tensor, grid: int, number: int) -> None:
+        """Frame ``number``, decoded and measured."""
+        start = time.perf_counter()
+        self._add(features, grid)
         for _ in self.session.generate():
             pass
         self.session.forward()  # the last token too, so that every frame is charged for its own
         self.seconds.append(time.perf_counter() - start)
+        self.frames.append(number)
         self.megabytes.append(sum(self.session.memory().values()) / 2**20)
 
 
@@ -160,7 +175,7 @@ def check(base: Any, words: Words, frames: list[Tensor], grid: int) -> None:
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def measure(shape_name: str, frames: int) -> list[Method]:
+def measure(shape_name: str, frames: int, every: int) -> list[Method]:
     shape = SHAPES[shape_name]
     base, words = build(shape), Words(shape["vocab_size"])
     draw = torch.Generator().manual_seed(1)
@@ -168,11 +183,20 @@ def measure(shape_name: str, frames: int) -> list[Method]:
     pictures = [torch.randn(tokens, shape["hidden_size"], generator=draw) * 0.02 for _ in range(4)]
     check(base, words, pictures, shape["grid"])
     methods = [Method(name, base, words) for name in METHODS]
-    for number in range(frames):
+    try:
+        for number in range(1, frames + 1):
+            measured = number == 1 or number % every == 0 or number > frames - LAST
+            for method in methods:
+                if measured:
+                    method.frame(pictures[number % 4], shape["grid"], number)
+                else:
+                    method.fill(pictures[number % 4], shape["grid"])
+            if sys.stderr.isatty():
+                print(f"\rframe {number} of {frames}", end="", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        complete = min(len(method.frames) for method in methods)
         for method in methods:
-            method.frame(pictures[number % 4], shape["grid"])
-        if sys.stderr.isatty():
-            print(f"\rframe {number + 1} of {frames}", end="", file=sys.stderr, flush=True)
+            del method.frames[complete:], method.seconds[complete:], method.megabytes[complete:]
     return methods
 
 
@@ -205,11 +229,10 @@ def picture(methods: list[Method], title: str) -> bytes:
     FigureCanvasAgg(figure)
     latency, memory = figure.subplots(1, 2)
     for number, method in enumerate(methods):
-        frames = range(1, len(method.seconds) + 1)
         style: dict[str, Any] = {"color": "#777777", "linestyle": ":"} if not method.sees else line_style(number - 1)
-        latency.plot(frames, _smooth(method.seconds), linewidth=2, label=method.name, **style)
-        memory.plot(frames, method.megabytes, linewidth=2, **style)
-    latency.set_ylabel("seconds a frame (median of 5)")
+        latency.plot(method.frames, method.seconds, linewidth=2, label=method.name, **style)
+        memory.plot(method.frames, method.megabytes, linewidth=2, **style)
+    latency.set_ylabel("seconds a frame")
     memory.set_ylabel("cache in MB")
     memory.set_yscale("log")
     latency.set_ylim(bottom=0)
@@ -223,16 +246,12 @@ def picture(methods: list[Method], title: str) -> bytes:
     return png_bytes(figure)
 
 
-def _smooth(values: list[float]) -> list[float]:
-    return [statistics.median(values[max(0, i - 2) : i + 3]) for i in range(len(values))]
-
-
 def table(methods: list[Method]) -> bytes:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["frame", "method", "seconds", "cache_megabytes"])
     for method in methods:
-        for number, (seconds, megabytes) in enumerate(zip(method.seconds, method.megabytes, strict=True), 1):
+        for number, seconds, megabytes in zip(method.frames, method.seconds, method.megabytes, strict=True):
             writer.writerow([number, method.name, f"{seconds:.4f}", f"{megabytes:.3f}"])
     return text.getvalue().encode()
 
@@ -241,12 +260,13 @@ def report(shape: str, methods: list[Method], judged: bool) -> bool:
     """Print and write everything; True where every target is met."""
     by_name = {method.name: method for method in methods}
     rows = targets(by_name)
-    frames = len(methods[0].seconds)
+    frames = methods[0].frames[-1]
+    judged = judged and frames >= 60
     print(f"\n{shape}: {frames} frames, {torch.get_num_threads()} threads")
     print(f"{'method':<34}{'first frames':>14}{'last frames':>13}{'cache':>11}")
     summary = []
     for method in methods:
-        first, last = (statistics.median(part) for part in (method.seconds[1 : 1 + LAST], method.seconds[-LAST:]))
+        first, last = (statistics.median(part) for part in (method.seconds[:LAST], method.seconds[-LAST:]))
         print(f"{method.name:<34}{first:>12.3f} s{last:>11.3f} s{method.megabytes[-1]:>8.1f} MB")
         summary.append({"method": method.name, "first_seconds": first, "last_seconds": last,
                         "cache_megabytes": method.megabytes[-1]})  # fmt: skip
@@ -281,7 +301,7 @@ def endless(frames: int) -> bool:
     process, relative, positions, resident = psutil.Process(), [], 0, []
     for number in range(frames):
         for method in (seeing, text):
-            method.frame(pictures[number % 8], grid)
+            method.frame(pictures[number % 8], grid, number)
         relative.append(seeing.seconds[-1] / text.seconds[-1])
         positions = max(positions, seeing.session.next_position)
         resident.append(process.memory_info().rss)
@@ -323,6 +343,7 @@ def _dependence(method: Method, words: Words, pictures: list[Tensor], grid: int)
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--frames", type=int, default=60)
+    parser.add_argument("--every", type=int, default=1, help="measure each n-th frame and the last ones")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--shape", choices=list(SHAPES), action="append")
     parser.add_argument("--endless", type=int, default=10_000, help="frames of the bounded session; 0 leaves it out")
@@ -335,7 +356,7 @@ def main() -> int:
     for shape in options.shape or list(SHAPES):
         # The ratios are stated for SmolLM2's shape at frame 60; a tiny model is all overhead.
         judged = shape == "smollm2-135m" and frames >= 60
-        good &= report(shape, measure(shape, frames), judged)
+        good &= report(shape, measure(shape, frames, options.every), judged)
     if options.endless:
         good &= endless(200 if options.quick else options.endless)
     return 0 if good else 1

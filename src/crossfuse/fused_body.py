@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from crossfuse.backbones.base import Backbone, EncodedImages
 from crossfuse.fusion import Fusion
+from crossfuse.prompt import check_counts, own_columns, refuse_reentrant
 from crossfuse.sequence import (
     FusedInputs,
     MultimodalSequence,
@@ -92,7 +93,7 @@ class FusedBody(Swapped):
             cache = FusionCache(len(backbone.decoder(self).layers))  # type: ignore[arg-type]
         layout = fusion.arrange(sequence, cache)
         if layout is None and past == 0 and segment_ids is None and sequence.dummy_features is None:
-            # Nothing is inserted or removed: the stock body, so that even padded rows are bit-equal to the unfused model.
+            # Nothing is inserted or removed: the stock body, so that padded rows too equal the unfused model's bits.
             given = {} if images is None else {"mm_encoder_outputs": images.as_encoder_outputs()}
             rest = {k: v for k, v in kwargs.items() if not k.startswith("pixel_values")}
             used = sequence.position_ids if backbone.mrope and position_ids is None else position_ids
@@ -125,7 +126,7 @@ class FusedBody(Swapped):
         rest = {k: v for k, v in kwargs.items() if k not in backbone.image_arguments}
         decoder = backbone.decoder(self)  # type: ignore[arg-type]
         if vision is not None and self.training and torch.is_grad_enabled():  # type: ignore[attr-defined]
-            _refuse_reentrant(decoder, fusion)
+            refuse_reentrant(decoder, fusion)
         outputs = decoder(
             inputs_embeds=fused.inputs_embeds,
             attention_mask=self._attention_mask(fused, cache),
@@ -178,7 +179,8 @@ class FusedBody(Swapped):
         rows, length = input_ids.shape
         if attention_mask is not None and attention_mask.ndim != 2:
             raise ValueError(
-                f"attention_mask must have 2 dimensions in a fused model; got {attention_mask.ndim} (packed rows: segment_ids)"
+                f"attention_mask must have 2 dimensions in a fused model; got {attention_mask.ndim} "
+                "(packed rows are told by segment_ids)"
             )
         valid = torch.ones_like(input_ids, dtype=torch.bool)
         if attention_mask is not None:
@@ -187,16 +189,16 @@ class FusedBody(Swapped):
             valid = valid & (segment_ids >= 0)
         if fusion.needs_prompt and self.training and masks["anchor_mask"] is None and masks["prompt_mask"] is None:  # type: ignore[attr-defined]
             raise ValueError(
-                f"{fusion.name} cannot tell the prompt from the answer in a training forward without labels, prompt_mask "
-                "or anchor_mask (label smoothing removes the labels); pass one of them"
+                f"{fusion.name} cannot tell the prompt from the answer in a training forward without labels, "
+                "prompt_mask or anchor_mask (label smoothing removes the labels); pass one of them"
             )
-        masks = {name: _columns(mask, past, length, name) for name, mask in masks.items()}
+        masks = {name: own_columns(mask, past, length, name) for name, mask in masks.items()}
         embeds = self.get_input_embeddings()(input_ids)  # type: ignore[attr-defined]
         is_image = torch.zeros_like(valid)
         features, lengths, grids = None, [], []
         if images is not None and images.features:
             is_image = backbone.is_placeholder(self, input_ids) & valid
-            _check_counts(is_image, [len(tokens) for tokens in images.features])
+            check_counts(is_image, [len(tokens) for tokens in images.features])
             if position_ids is None and backbone.mrope:
                 position_ids = backbone.positions(self, input_ids, valid, arguments)
                 if position_ids is not None and segment_ids is not None:
@@ -240,8 +242,8 @@ class FusedBody(Swapped):
         return position_ids - position_ids.gather(-1, first.expand(3, -1)[..., None]) + start[:, None]
 
     def _place(self, embeds: Tensor, valid: Tensor, is_image: Tensor, images: EncodedImages) -> tuple[Any, ...]:
-        """Image tokens into their placeholders. After compression they stand at the last ones of their image, so that what
-        follows an image follows its tokens; the surplus placeholders are void."""
+        """Image tokens into their placeholders. After compression they stand at the last ones of their image, so that
+        what follows an image follows its tokens; the surplus placeholders are void."""
         lengths = [len(tokens) for tokens in images.features]
         compress, grids = self._fusion.compress, images.grids
         features = torch.cat(images.features).to(embeds.device)
@@ -282,50 +284,6 @@ def _record_plain(cache: FusionCache, tokens: Tensor, attention_mask: Tensor | N
     if cache.next_position is not None:
         start = cache.next_position
     cache.record(valid, start + valid.sum(1), length, length)
-
-
-def _refuse_reentrant(decoder: Any, fusion: Fusion) -> None:
-    """ValueError where a block is checkpointed reentrantly: tensors in keyword arguments then get no gradient."""
-    for layer in decoder.layers:
-        if not getattr(layer, "gradient_checkpointing", False):
-            continue
-        options = getattr(layer._gradient_checkpointing_func, "keywords", {})
-        if options.get("use_reentrant", True):
-            raise ValueError(
-                f"checkpointing with use_reentrant=True loses the gradients of the images in {fusion.name}; pass "
-                "activation_checkpointing_kwargs={'use_reentrant': False}"
-            )
-
-
-def _columns(mask: Tensor | None, past: int, length: int, name: str) -> Tensor | None:
-    """The columns of this call out of a mask over the whole prompt; what lies after the prompt is False."""
-    if mask is None:
-        return None
-    mask = mask.bool()
-    if bool(mask[:, past + length :].any()):
-        raise ValueError(
-            f"the prompt of {mask.shape[1]} tokens ({name}) was split at {past + length}: anchors are decided once, over the "
-            "whole prompt; use prefill_chunk_size=None"
-        )
-    part = mask[:, past : past + length]
-    return nn.functional.pad(part, (0, length - part.shape[1]), value=False)
-
-
-def _check_counts(is_image: Tensor, lengths: list[int]) -> None:
-    """Placeholders and image tokens must agree; the message names the first row that does not."""
-    total = int(is_image.sum())
-    if total == sum(lengths):
-        return
-    ends = {0}
-    for length in lengths:
-        ends.add(max(ends) + length)
-    counts = is_image.sum(1)
-    row = next((i for i, end in enumerate(counts.cumsum(0).tolist()) if end not in ends), len(counts) - 1)
-    raise ValueError(
-        f"{total} image placeholders for {len(lengths)} images of {sum(lengths)} tokens (row {row} holds {int(counts[row])} "
-        "placeholders): give one image per placeholder, keep the placeholder string out of the text, and raise "
-        "max_length where truncation cut an image"
-    )
 
 
 def _restarting(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from crossfuse.fusion import Fusion
 
 _SEQUENCE_ALIGNED = (
     "attention_mask",
@@ -86,3 +89,47 @@ def left_pad(kwargs: dict[str, Any]) -> dict[str, Any]:
     if isinstance(position_ids, Tensor):
         moved["position_ids"] = position_ids.gather(-1, order.expand_as(position_ids))
     return moved
+
+
+def own_columns(mask: Tensor | None, past: int, length: int, name: str) -> Tensor | None:
+    """The columns of this call out of a mask over the whole prompt; what lies after the prompt is False."""
+    if mask is None:
+        return None
+    mask = mask.bool()
+    if bool(mask[:, past + length :].any()):
+        raise ValueError(
+            f"the prompt of {mask.shape[1]} tokens ({name}) was split at {past + length}: anchors are decided once, "
+            "over the whole prompt; use prefill_chunk_size=None"
+        )
+    part = mask[:, past : past + length]
+    return torch.nn.functional.pad(part, (0, length - part.shape[1]), value=False)
+
+
+def check_counts(is_image: Tensor, lengths: list[int]) -> None:
+    """Placeholders and image tokens must agree; the message names the first row that does not."""
+    total = int(is_image.sum())
+    if total == sum(lengths):
+        return
+    ends = {0}
+    for length in lengths:
+        ends.add(max(ends) + length)
+    counts = is_image.sum(1)
+    row = next((i for i, end in enumerate(counts.cumsum(0).tolist()) if end not in ends), len(counts) - 1)
+    raise ValueError(
+        f"{total} image placeholders for {len(lengths)} images of {sum(lengths)} tokens (row {row} holds "
+        f"{int(counts[row])} placeholders): give one image per placeholder, keep the placeholder string out of the "
+        "text, and raise max_length where truncation cut an image"
+    )
+
+
+def refuse_reentrant(decoder: Any, fusion: Fusion) -> None:
+    """ValueError where a block is checkpointed reentrantly: tensors in keyword arguments then get no gradient."""
+    for layer in decoder.layers:
+        if not getattr(layer, "gradient_checkpointing", False):
+            continue
+        options = getattr(layer._gradient_checkpointing_func, "keywords", {})
+        if options.get("use_reentrant", True):
+            raise ValueError(
+                f"checkpointing with use_reentrant=True loses the gradients of the images in {fusion.name}; pass "
+                "activation_checkpointing_kwargs={'use_reentrant': False}"
+            )

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from tiny import I, batch, llava
 from torch.utils.flop_counter import FlopCounterMode
 
 import crossfuse as xf
@@ -15,6 +14,7 @@ from crossfuse.analysis.anchor_precision import anchor_precision
 from crossfuse.analysis.diagnose import diagnose
 from crossfuse.analysis.word_patches import scene_records
 from crossfuse.data.collate import Collator
+from tiny import I, batch, llava
 
 
 def operations(model, inputs) -> int:

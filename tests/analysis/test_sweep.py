@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from tiny import I, batch, llava, logits
 
 import crossfuse as xf
 from crossfuse.analysis.sweep import SweepTable, sweep
 from crossfuse.training.recipe import Recipe
+from tiny import I, batch, llava, logits
 
 TABLE = SweepTable("threshold", (1, 0.2, 0.1), {"accuracy": (0.5, 0.75, 0.75), "loss": (2.0, 1.0, math.nan)}, False)
 

@@ -76,6 +76,7 @@ def load_text_gguf(path: str | os.PathLike[str], dtype: Any = None) -> tuple[Any
     """(causal LM, tokenizer) out of a text GGUF. The weights are dequantised: a UserWarning says what that costs."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.quantization_config import GgufConfig
 
     file = Path(path)
     header = check_text_gguf(file)
@@ -86,7 +87,11 @@ def load_text_gguf(path: str | os.PathLike[str], dtype: Any = None) -> tuple[Any
         f"{needed / 2**20:,.0f} MiB in memory ({header.file_bytes / 2**20:,.0f} MiB on disk)",
         stacklevel=2,
     )
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+    # With a matching kernels package transformers would leave the weights in blocks, which nothing can train or copy.
+    dense = GgufConfig(gguf_file=file.name, dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, quantization_config=dense, dtype=dtype, attn_implementation="sdpa"
+    )
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     return model, tokenizer
 

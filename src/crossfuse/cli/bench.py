@@ -54,12 +54,10 @@ def axes(
     counts = _counts(images)
     if like is None:
         import torch
-        from accelerate import init_empty_weights
-
         from crossfuse.api import load_embedded
 
         model, _ = load_embedded()
-        with init_empty_weights():
+        with torch.device("meta"):
             shape: Any = type(model)(model.config)
         tokens = (model.config.vision_config.image_size // model.config.vision_config.patch_size) ** 2
         torch.manual_seed(0)

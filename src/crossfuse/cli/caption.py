@@ -96,6 +96,8 @@ def caption(
             _caption_all(session, later, words, 1 / fps, writer, burned, skip_repeats, progress)
         finally:
             progress.end(writer.count)
+        if not progress.frames:
+            print("crossfuse: no frame was left to caption", file=sys.stderr)
 
 
 def _caption_all(
@@ -211,7 +213,6 @@ class _Progress:
         if self.shown:
             print(file=sys.stderr)
         if not self.frames:
-            print("crossfuse: no frame was left to caption", file=sys.stderr)
             return
         print(
             f"crossfuse: {self.frames} frames, {captions} captions in {wall:.1f} s: "

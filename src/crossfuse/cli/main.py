@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from crossfuse.cli.anchors import anchors
+from crossfuse.cli.caption import caption
 from crossfuse.cli.demo import demo
 from crossfuse.cli.explain import explain
 from crossfuse.cli.fusion_options import FusionCommand
@@ -33,6 +34,7 @@ app.command(cls=FusionCommand)(generate)
 app.command(cls=FusionCommand)(anchors)
 app.command()(explain)
 app.command(cls=FusionCommand)(sweep)
+app.command(cls=FusionCommand)(caption)
 app.command()(info)
 
 

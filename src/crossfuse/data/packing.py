@@ -41,8 +41,8 @@ class PackingReport:
 
 
 def pack_samples(
-    text_lengths: Sequence[int],
-    image_lengths: Sequence[int],
+    text_lengths: Sequence[int] | np.ndarray,
+    image_lengths: Sequence[int] | np.ndarray,
     max_text_tokens: int = 2048,
     max_image_tokens: int = 20480,
     on_overflow: str = "raise",
@@ -63,7 +63,7 @@ def pack_samples(
             f"both budgets must be at least 1; got {max_text_tokens} text, {max_image_tokens} image tokens"
         )
     sizes = np.stack([np.asarray(text_lengths, dtype=np.int64), np.asarray(image_lengths, dtype=np.int64)], 1)
-    over = (sizes > limits).any(1)
+    over: np.ndarray = np.asarray((sizes > limits).any(1))
     if over.any() and on_overflow == "raise":
         first = int(over.argmax())
         raise ValueError(
