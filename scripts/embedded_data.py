@@ -48,6 +48,16 @@ PLACE_MIX = (
     *("relation",) * 3,
     "caption",
 )
+# Mostly what is learned last.
+HARD_MIX = (
+    *("existence",) * 2,
+    "colour",
+    *("count",) * 6,
+    *("where",) * 3,
+    *("plain relation",) * 3,
+    *("relation",) * 5,
+    "caption",
+)
 _COLOUR_INDEX = {colour: i for i, colour in enumerate(COLOURS)}
 
 

@@ -18,6 +18,7 @@ from crossfuse.fusion import Fusion, nearest
 from crossfuse.training.recipe import Recipe
 
 LOWER_IS_BETTER = {"loss"}
+NEITHER_IS_BETTER = {"anchors"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +31,9 @@ class SweepTable:
     trained: bool
 
     def best(self, metric: str) -> list[int]:
-        """Columns of the best value, ties included; none where a metric is NaN throughout."""
+        """Columns of the best value, ties included; none for counts and where a metric is NaN throughout."""
         row = [v for v in self.metrics[metric] if v == v]
-        if not row:
+        if not row or metric in NEITHER_IS_BETTER:
             return []
         target = min(row) if metric in LOWER_IS_BETTER else max(row)
         return [i for i, value in enumerate(self.metrics[metric]) if value == target]

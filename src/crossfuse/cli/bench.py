@@ -54,6 +54,7 @@ def axes(
     counts = _counts(images)
     if like is None:
         import torch
+
         from crossfuse.api import load_embedded
 
         model, _ = load_embedded()

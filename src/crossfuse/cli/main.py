@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from crossfuse.cli.anchors import anchors
+from crossfuse.cli.bench import bench
 from crossfuse.cli.caption import caption
 from crossfuse.cli.demo import demo
 from crossfuse.cli.explain import explain
@@ -36,6 +37,7 @@ app.command()(explain)
 app.command(cls=FusionCommand)(sweep)
 app.command(cls=FusionCommand)(caption)
 app.command()(info)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

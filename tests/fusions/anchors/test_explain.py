@@ -1,0 +1,72 @@
+"""`explain_anchors` tells exactly what the decoder gets, in both directions and for several images."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_qwen
+import torch
+
+import crossfuse as xf
+import tiny
+from crossfuse.analysis.attention_scores import attended
+
+CASES = {
+    "llava": (tiny.llava, tiny.batch([2, tiny.I, 4, tiny.I, 5])),
+    "qwen": (tiny_qwen.qwen, tiny_qwen.batch([2, (4, 6), 3, (6, 4), 5])),
+    "qwen-video": (tiny_qwen.qwen, tiny_qwen.batch([2, (2, 4, 6), 5])),
+}
+
+
+@pytest.mark.parametrize("fusion", [xf.TextAnchors(threshold=0.1), xf.ImageAnchors(threshold=0.12)])
+@pytest.mark.parametrize("family", CASES)
+def test_explained_anchors_are_the_inserted_ones(family, fusion):
+    make, inputs = CASES[family]
+    model = xf.fuse(make(), fusion)
+    run = attended(model, inputs)
+    inserted = {(s, h) for s, h in zip(run.source, run.host, strict=True) if s != h}
+    found = xf.explain_anchors(model, inputs)[0]
+    images = run.sequence.is_image[0].nonzero()[:, 0].tolist()
+    starts = [0]
+    for length in run.sequence.image_lengths:
+        starts.append(starts[-1] + length)
+    told = set()
+    for anchor in found:
+        place = images[starts[anchor.image_index] + anchor.patch_index]
+        text = anchor.token_index
+        told.add((text, place) if isinstance(fusion, xf.TextAnchors) else (place, text))
+        assert anchor.row * anchor.grid[1] + anchor.column == anchor.patch_index
+        assert anchor.row < anchor.grid[0]
+        assert anchor.token_id == int(inputs["input_ids"][0, text])
+        unit = torch.nn.functional.normalize(run.sequence.embeds[0, [text, place]].float(), dim=-1)
+        assert anchor.cosine == pytest.approx(float(unit[0] @ unit[1]), abs=1e-5)
+    assert told == inserted
+    assert len(found) > 0
+
+
+def test_a_batch_counts_images_within_each_sample():
+    model = xf.fuse(tiny.llava(), xf.TextAnchors(threshold=0.1))
+    inputs = tiny.batch([2, tiny.I, 4], [6], [3, tiny.I, 2, tiny.I, 4])
+    together = xf.explain_anchors(model, inputs)
+    for row, single in enumerate(tiny.rows_of(inputs)):
+        offset = inputs["input_ids"].shape[1] - single["input_ids"].shape[1]
+        alone = xf.explain_anchors(model, single)[0]
+        assert [(a.token_index + offset, a.image_index, a.patch_index) for a in alone] == [
+            (a.token_index, a.image_index, a.patch_index) for a in together[row]
+        ]
+
+
+def test_calibration_reaches_its_share_in_both_directions():
+    batches = [tiny.batch([2, tiny.I, 30], seed=seed) for seed in range(4)]
+    for fusion in (None, xf.ImageAnchors()):
+        model = tiny.llava() if fusion is None else xf.fuse(tiny.llava(), fusion)
+        found = xf.calibrate_threshold(model, batches, share=0.25)
+        assert found.achieved == pytest.approx(0.25, abs=0.01)
+        assert found.n_samples == 4
+        if fusion is not None:
+            xf.unfuse(model)
+        used = found.fusion()
+        assert used.name == ("text-anchors" if fusion is None else "image-anchors")
+        assert used.share == 0.25
+        xf.fuse(model, used)
+        copies = sum(len(xf.explain_anchors(model, batch)[0]) for batch in batches)
+        assert copies == round(found.achieved * found.n_tokens)
