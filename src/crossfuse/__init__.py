@@ -24,8 +24,13 @@ if TYPE_CHECKING:
     from crossfuse.fusion import FUSIONS, Fusion, make_fusion
     from crossfuse.fusions.anchors import ImageAnchors, TextAnchors
     from crossfuse.fusions.anchors.explain import Anchor, explain_anchors
+    from crossfuse.fusions.anchors.user_text import user_text_mask
     from crossfuse.fusions.cross_attention import CrossAttention
     from crossfuse.fusions.insertion import Insertion
+    from crossfuse.streaming.pool import StreamPool
+    from crossfuse.streaming.sampling import Decoding
+    from crossfuse.streaming.session import StreamSession
+    from crossfuse.streaming.video import read_video
 
 _EXPORTS = {
     "crossfuse.analysis.threshold": ("Calibration", "calibrate_threshold"),
@@ -46,8 +51,13 @@ _EXPORTS = {
     "crossfuse.fusion": ("FUSIONS", "Fusion", "make_fusion"),
     "crossfuse.fusions.anchors": ("ImageAnchors", "TextAnchors"),
     "crossfuse.fusions.anchors.explain": ("Anchor", "explain_anchors"),
+    "crossfuse.fusions.anchors.user_text": ("user_text_mask",),
     "crossfuse.fusions.cross_attention": ("CrossAttention",),
     "crossfuse.fusions.insertion": ("Insertion",),
+    "crossfuse.streaming.pool": ("StreamPool",),
+    "crossfuse.streaming.sampling": ("Decoding",),
+    "crossfuse.streaming.session": ("StreamSession",),
+    "crossfuse.streaming.video": ("read_video",),
 }
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 
@@ -56,10 +66,13 @@ __all__ = [
     "Anchor",
     "Calibration",
     "CrossAttention",
+    "Decoding",
     "Fusion",
     "ImageAnchors",
     "Insertion",
     "MeanPool",
+    "StreamPool",
+    "StreamSession",
     "TextAnchors",
     "VisionLanguageModel",
     "calibrate_threshold",
@@ -73,8 +86,10 @@ __all__ = [
     "load_fusion",
     "make_fusion",
     "new_cache",
+    "read_video",
     "save_fusion",
     "unfuse",
+    "user_text_mask",
 ]
 
 

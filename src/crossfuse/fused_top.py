@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -149,5 +150,6 @@ def _chunk_size(kwargs: dict[str, Any], default: Any) -> int | None:
     return size
 
 
-def _parameter_names(base: type) -> list[str]:
+@functools.cache
+def _parameter_names(base: Any) -> list[str]:
     return list(inspect.signature(base.forward).parameters)[1:]  # type: ignore[attr-defined]

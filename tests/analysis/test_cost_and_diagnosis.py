@@ -51,6 +51,19 @@ def test_counted_operations_are_those_of_pytorchs_counter(keep):
         anchor_cost(llava(), text_tokens=1, image_tokens=1, copies=0)
 
 
+def test_pruning_makes_the_counted_prompt_cheaper():
+    from crossfuse.analysis.cost import prompt_cost
+
+    with torch.device("meta"):
+        model = type(llava())(llava().config)
+    whole, pruned = (
+        prompt_cost(model, xf.TextAnchors(keep_image_tokens=keep), text_tokens=9, image_tokens=16)
+        for keep in (None, 0.5)
+    )
+    assert pruned.prefill < whole.prefill
+    assert pruned.decode < whole.decode
+
+
 @pytest.fixture(scope="module")
 def scenes():
     return list(scene_records("test", 24, kinds=("colour", "shape", "relation")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import crossfuse as xf
@@ -34,6 +34,7 @@ def test_the_fit_recovers_the_gaussians_that_were_drawn():
         assert fitted.recall == pytest.approx(measured.recall, abs=0.02)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.integers(-5, 5), st.booleans()), min_size=2, max_size=30))
 def test_the_empirical_threshold_is_that_of_a_brute_force_search(pairs):
     cosines = torch.tensor([c / 10 for c, _ in pairs])

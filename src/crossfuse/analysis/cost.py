@@ -13,6 +13,7 @@ head size.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -97,7 +98,11 @@ def _copies(fusion: Fusion, images: int, texts: int, width: int) -> tuple[int, i
     candidates = texts if isinstance(fusion, TextAnchors) else images
     copies = 0 if fusion.threshold >= 1 else round((fusion.share or ASSUMED_SHARE) * candidates)
     pauses = fusion.pause_tokens if isinstance(fusion, ImageAnchors) else 0
-    return copies + pauses, 0 if fusion.threshold >= 1 else 2 * images * texts * width
+    products, pruned = int(fusion.threshold < 1), 0
+    if isinstance(fusion, TextAnchors) and fusion.keep_image_tokens is not None:
+        # Matched in both directions. Anchored tokens stay besides the kept share; they are taken to lie inside it.
+        products, pruned = 2, images - math.ceil(fusion.keep_image_tokens * images)
+    return copies + pauses - pruned, products * 2 * images * texts * width
 
 
 def count_operations(run: Callable[[], Any]) -> int:

@@ -18,6 +18,7 @@ from crossfuse.analysis.patch_boxes import PatchBoxes, patch_boxes
 from crossfuse.data.images import open_image
 from crossfuse.data.records import Record
 from crossfuse.fusions.anchors.explain import anchor_sequence
+from crossfuse.fusions.anchors.user_text import find_words
 
 SHOWN = 0.5
 
@@ -68,7 +69,7 @@ def word_patches(processor: Any, record: Record, ids: Tensor, grid: tuple[int, i
     text = next(m.text for m in reversed(record.messages) if m.role == "user")
     boxes = patch_boxes(processor, open_image(record.images[0]).size, grid)
     rows: dict[int, Tensor] = {}
-    for column, start, end in _words(processor.tokenizer, text, ids.tolist()):
+    for column, start, end in find_words(processor.tokenizer, text, ids.tolist()):
         for span in spans:
             if start < span["end"] and end > span["start"]:
                 shown = patches_of(boxes, span["box"])
@@ -108,19 +109,6 @@ def with_images(records: list[Record]) -> Iterator[tuple[int, int, Record]]:
         if record.images:
             yield row, image, record
         image += len(record.images)
-
-
-def _words(tokenizer: Any, text: str, ids: list[int]) -> list[tuple[int, int, int]]:
-    """(column, first character, end) of the tokens of ``text`` inside a longer row of ids."""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    wanted, offsets = encoded["input_ids"], encoded["offset_mapping"]
-    # The first token may have merged with what the template writes before it (a blank), the last with what follows.
-    for first, last in ((0, len(wanted)), (1, len(wanted)), (0, len(wanted) - 1), (1, len(wanted) - 1)):
-        part = wanted[first:last]
-        for start in range(len(ids) - len(part), -1, -1) if part else ():
-            if ids[start : start + len(part)] == part:
-                return [(start + n, *offsets[first + n]) for n in range(len(part))]
-    raise ValueError(f"the prompt {text!r} was not found among the tokens of its row; was another template used?")
 
 
 def patches_of(boxes: PatchBoxes, box: list[float]) -> Tensor:

@@ -70,3 +70,13 @@ def test_calibration_reaches_its_share_in_both_directions():
         xf.fuse(model, used)
         copies = sum(len(xf.explain_anchors(model, batch)[0]) for batch in batches)
         assert copies == round(found.achieved * found.n_tokens)
+
+
+def test_tokens_that_are_not_finite_are_reported_and_get_no_anchor():
+    model, inputs = xf.fuse(tiny.llava(), xf.TextAnchors(threshold=0.1)), tiny.batch([2, tiny.I, 9])
+    word = int(inputs["input_ids"][0, -1])
+    model.get_input_embeddings().weight.data[word] = float("nan")
+    with pytest.warns(UserWarning, match="tokens hold NaN or infinite values; their cosines count as -1"):
+        found = xf.explain_anchors(model, inputs)[0]
+    assert found
+    assert all(anchor.token_id != word for anchor in found)

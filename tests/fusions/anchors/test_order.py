@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossfuse.fusions.anchors import image_into_text, text_into_image
@@ -51,6 +51,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
 ORDERS = st.sampled_from(["algorithm", "prompt"])
 
 
+@settings(deadline=None)
 @given(st.lists(vector, max_size=7), st.lists(vector, max_size=7), THRESHOLDS, ORDERS, DTYPES)
 def test_text_into_image_is_the_algorithm(images, texts, threshold, copy_order, dtype):
     expected = [
@@ -61,6 +62,7 @@ def test_text_into_image_is_the_algorithm(images, texts, threshold, copy_order, 
     assert found.tolist() == expected
 
 
+@settings(deadline=None)
 @given(
     st.lists(vector, max_size=7),
     st.lists(vector, min_size=1, max_size=7),

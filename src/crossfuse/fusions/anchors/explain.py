@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from typing import Any
 
 import torch
@@ -42,7 +43,18 @@ def match_prompt(
     """
     sequence, used = anchor_sequence(model, inputs)
     with torch.no_grad():
+        _report_broken(sequence)
         return sequence, used.match(sequence), used
+
+
+def _report_broken(sequence: MultimodalSequence) -> None:
+    """Tokens that are not finite never get an anchor; say so where anchors are looked at."""
+    broken = int((~torch.isfinite(sequence.embeds).all(-1) & sequence.valid).sum())
+    if broken:
+        warnings.warn(
+            f"{broken} of {int(sequence.valid.sum())} tokens hold NaN or infinite values; their cosines count as -1",
+            stacklevel=3,
+        )
 
 
 def anchor_sequence(model: Any, inputs: dict[str, Any]) -> tuple[MultimodalSequence, TextAnchors | ImageAnchors]:
