@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--place-steps", type=int, default=150)
     parser.add_argument("--joint-steps", type=int, default=1500)
     parser.add_argument("--long-steps", type=int, default=2000)
-    parser.add_argument("--grounded-steps", type=int, default=1700)
+    parser.add_argument("--grounded-steps", type=int, default=0, help="a further stage, not part of the shipped model")
     parser.add_argument("--batch", type=int, default=16, help="pictures a step of stages 4 and 6 to 8")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--export-every", type=int, default=0, help="also write OUT/model every so many joint steps")
@@ -219,7 +219,8 @@ def main() -> None:
     restore_place(run)
     train_joint(run, "joint", options.joint_steps, JOINT_LESSONS, decay=0.5)
     train_joint(run, "long", options.long_steps, LONG_LESSONS, decay=0.3)
-    train_joint(run, "grounded", options.grounded_steps, GROUNDED_LESSONS, decay=0.3, grounding=5.0)
+    if options.grounded_steps:
+        train_joint(run, "grounded", options.grounded_steps, GROUNDED_LESSONS, decay=0.3, grounding=5.0)
     run.export("model")
     score(options.out / "model", run.log)
 
