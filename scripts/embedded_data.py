@@ -13,7 +13,7 @@ from embedded_model import GRID, IMAGE_SIZE, PATCH_SIZE
 from PIL import Image, ImageDraw
 
 from crossfuse.data.easy_vqa import EasyVQA
-from crossfuse.data.questions import RELATION_MARGIN, RELATIONS, Question, Span, ask
+from crossfuse.data.questions import RELATION_MARGIN, RELATIONS, Question, ask
 from crossfuse.data.scenes import COLOURS, KINDS, Scene, SceneObject, draw_shape, make_scene, render
 
 if TYPE_CHECKING:
@@ -56,16 +56,6 @@ HARD_MIX = (
     *("where",) * 3,
     *("plain relation",) * 3,
     *("relation",) * 5,
-    "caption",
-)
-# For the stage that also says where the named objects are.
-GROUNDED_MIX = (
-    *("existence",) * 2,
-    "colour",
-    *("count",) * 3,
-    *("where",) * 2,
-    *("plain relation",) * 4,
-    *("relation",) * 6,
     "caption",
 )
 _COLOUR_INDEX = {colour: i for i, colour in enumerate(COLOURS)}
@@ -178,47 +168,15 @@ def easy_vqa_pictures(processor: LlavaProcessor) -> tuple[Pictures, list[list[tu
     return Pictures(*(np.stack(column) for column in zip(*rows, strict=True))), asked
 
 
-def scene_asked(
-    seed: int, rng: random.Random, count: int, mix: tuple[str, ...] = QUESTION_MIX
-) -> tuple[list[Question], int]:
-    """Up to ``count`` fresh questions about one training scene, and the scene's side in pixels."""
-    scene = make_scene(seed, "train")
-    easier = {"where": _where, "plain relation": _plain_relation}
-    kinds = rng.choices(mix, k=count)
-    asked = (easier[kind](scene, rng) if kind in easier else ask(scene, kind, rng) for kind in kinds)
-    return [question for question in asked if question is not None], scene.size
-
-
 def scene_turns(
     seed: int, rng: random.Random, count: int, mix: tuple[str, ...] = QUESTION_MIX
 ) -> list[tuple[str, str]]:
     """Up to ``count`` fresh questions and answers about one training scene."""
-    return [(question.text, question.answer) for question in scene_asked(seed, rng, count, mix)[0]]
-
-
-def named_tokens(
-    rows: list[tuple[list[Question], int]], tokenizer: PreTrainedTokenizerFast
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Last tokens of the words that name one object: (row, column) in packed rows (n, 2), and its centre (n, 2).
-
-    Centres are shares of the scene's side. ``rows`` are the first rows of the batch that `pack` makes.
-    """
-    import torch
-
-    places, centres = [], []
-    for row, (questions, side) in enumerate(rows):
-        column = 2 + GRID * GRID + 1
-        for question in questions:
-            encoded = tokenizer(question.text, return_offsets_mapping=True)
-            counts = Counter((span.start, span.end) for span in question.spans)
-            for span in question.spans:
-                if counts[span.start, span.end] == 1:
-                    token = next(i for i, (_, end) in enumerate(encoded["offset_mapping"]) if end == span.end)
-                    places.append((row, column + token))
-                    x0, y0, x1, y1 = span.box
-                    centres.append(((x0 + x1) / 2 / side, (y0 + y1) / 2 / side))
-            column += len(encoded["input_ids"]) + 1 + len(tokenizer(question.answer).input_ids)
-    return torch.tensor(places).reshape(-1, 2), torch.tensor(centres).reshape(-1, 2)
+    scene = make_scene(seed, "train")
+    easier = {"where": _where, "plain relation": _plain_relation}
+    kinds = rng.choices(mix, k=count)
+    asked = (easier[kind](scene, rng) if kind in easier else ask(scene, kind, rng) for kind in kinds)
+    return [(question.text, question.answer) for question in asked if question is not None]
 
 
 def _unique_kinds(scene: Scene) -> list[SceneObject]:
@@ -236,8 +194,7 @@ def _where(scene: Scene, rng: random.Random) -> Question | None:
     first, second = (("left", "right"), ("top", "bottom"))[axis]
     answer = first if item.centre[axis] < scene.size / 2 else second
     name = rng.choice((item.kind, item.name))
-    text = f"where is the {name}, {first} or {second}?"
-    return Question(text, answer, "where", (Span(13, 13 + len(name), item.box),))
+    return Question(f"where is the {name}, {first} or {second}?", answer, "where")
 
 
 def _plain_relation(scene: Scene, rng: random.Random) -> Question | None:
@@ -252,9 +209,7 @@ def _plain_relation(scene: Scene, rng: random.Random) -> Question | None:
     if abs(distance) < RELATION_MARGIN:
         return None
     text = f"is the {first.kind} {word} the {second.kind}?"
-    end = len(text) - 1
-    spans = (Span(7, 7 + len(first.kind), first.box), Span(end - len(second.kind), end, second.box))
-    return Question(text, "yes" if distance > 0 else "no", "plain relation", spans)
+    return Question(text, "yes" if distance > 0 else "no", "plain relation")
 
 
 def pack(

@@ -22,23 +22,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from embedded_attributes import restore_place, train_projector, train_tower
-from embedded_data import (
-    BINDING_MIX,
-    GROUNDED_MIX,
-    HARD_MIX,
-    IGNORE,
-    PLACE_MIX,
-    QUESTION_MIX,
-    named_tokens,
-    pack,
-    resize,
-    scene_asked,
-    scene_turns,
-)
+from embedded_data import BINDING_MIX, HARD_MIX, IGNORE, PLACE_MIX, QUESTION_MIX, pack, resize, scene_turns
 from embedded_model import start_by_likeness
 from embedded_run import HELD_OUT, Run, optimise
 from score_embedded import score
-from torch.nn.functional import cross_entropy, layer_norm
+from torch.nn.functional import cross_entropy
 
 from crossfuse.data.questions import SceneQuestions
 
@@ -53,7 +41,6 @@ BINDING_LESSONS: Lessons = (
     (10**9, 1, 6, QUESTION_MIX),
 )
 JOINT_LESSONS: Lessons = ((600, 2, 3, PLACE_MIX), (10**9, 1, 6, QUESTION_MIX))
-GROUNDED_LESSONS: Lessons = ((1100, 2, 4, GROUNDED_MIX), (10**9, 1, 6, QUESTION_MIX))
 LONG_LESSONS: Lessons = ((1400, 1, 6, HARD_MIX), (10**9, 1, 6, QUESTION_MIX))
 
 
@@ -92,10 +79,7 @@ def train_text(run: Run) -> None:
 
 
 def answer_logits(run: Run, pixels: np.ndarray, turns: list[Turns], train_tower: bool) -> tuple[torch.Tensor, ...]:
-    """Logits (S, V) at the S supervised positions of packed rows, their labels (S,) and (row, turn) numbers (S,).
-
-    The fourth tensor are the hidden states after the second layer (B, L, D).
-    """
+    """Logits (S, V) at the S supervised positions of packed rows, their labels (S,) and (row, turn) numbers (S,)."""
     ids_BL, mask, positions, labels_BL = pack(turns, run.tokenizer)
     with torch.set_grad_enabled(train_tower and torch.is_grad_enabled()):
         features = run.features(pixels)
@@ -103,34 +87,26 @@ def answer_logits(run: Run, pixels: np.ndarray, turns: list[Turns], train_tower:
     embeds_BLD = run.model.get_input_embeddings()(ids_BL)
     # Every row starts with bos, the user's mark and the picture.
     embeds_BLD = torch.cat([embeds_BLD[:, :2], image_BND, embeds_BLD[:, 2 + image_BND.shape[1] :]], 1)
-    outputs = run.model.model.language_model(
-        inputs_embeds=embeds_BLD,
-        attention_mask=mask,
-        position_ids=positions,
-        use_cache=False,
-        output_hidden_states=True,
-    )
-    hidden_BLD = outputs.last_hidden_state
+    hidden_BLD = run.model.model.language_model(
+        inputs_embeds=embeds_BLD, attention_mask=mask, position_ids=positions, use_cache=False
+    ).last_hidden_state
     kept = labels_BL != IGNORE
     # A turn ends with eos, so the eos labels before a position number the turns.
     ends = (labels_BL == run.tokenizer.eos_token_id).long()
     turn_BL = ends.cumsum(1) - ends + torch.arange(len(turns))[:, None] * 1000
-    return run.model.lm_head(hidden_BLD[kept]), labels_BL[kept], turn_BL[kept], outputs.hidden_states[2]
+    return run.model.lm_head(hidden_BLD[kept]), labels_BL[kept], turn_BL[kept]
 
 
-def train_joint(run: Run, stage: str, steps: int, lessons: Lessons, decay: float, grounding: float = 0.0) -> None:
-    """Stages 4, 6, 7 and 8: an ordinary insertion model on answers only.
+def train_joint(run: Run, stage: str, steps: int, lessons: Lessons, decay: float) -> None:
+    """Stages 4, 6 and 7: an ordinary insertion model on answers only.
 
     ``lessons``: until which step, objects in a scene (least, most) and mix of questions. The rate stays at its peak
     and falls over the last share ``decay`` of the steps, in which the tower is trained too.
-    ``grounding`` weighs a second loss: a linear head, dropped afterwards, reads the centre of a named object from its
-    name's last token after the second layer.
     """
     model, options = run.model, run.options
     n_easy = len(run.easy.pixels) - HELD_OUT
     tower_from = round(steps * (1 - decay))
     objects = run.scenes.peak.sum(1)
-    head = torch.nn.Linear(model.config.text_config.hidden_size, 2)
 
     def loss_of(step: int) -> torch.Tensor:
         rng = random.Random(f"{'joint' if stage == 'binding' else stage}/{options.seed}/{step}")
@@ -138,17 +114,11 @@ def train_joint(run: Run, stage: str, steps: int, lessons: Lessons, decay: float
         pool = np.flatnonzero((objects >= least) & (objects <= most))
         seeds = [int(rng.choice(pool)) for _ in range(options.batch * 11 // 16)]
         easy = [rng.randrange(n_easy) for _ in range(options.batch - len(seeds))]
-        asked = [scene_asked(seed, rng, 9, mix) for seed in seeds]
-        turns = [[(question.text, question.answer) for question in questions] for questions, _ in asked]
+        turns = [scene_turns(seed, rng, 9, mix) for seed in seeds]
         turns += [rng.sample(run.easy_turns[i], min(6, len(run.easy_turns[i]))) for i in easy]
         pixels = np.concatenate([run.scenes.pixels[seeds], run.easy.pixels[easy]])
-        logits, labels, _, hidden_BLD = answer_logits(run, pixels, turns, train_tower=step >= tower_from)
-        loss = cross_entropy(logits, labels)
-        if grounding:
-            places, centres = named_tokens(asked, run.tokenizer)
-            named = layer_norm(hidden_BLD[places[:, 0], places[:, 1]], hidden_BLD.shape[-1:])
-            loss = loss + grounding * (head(named) - centres).square().mean()
-        return loss
+        logits, labels, _ = answer_logits(run, pixels, turns, train_tower=step >= tower_from)
+        return cross_entropy(logits, labels)
 
     watched = list(watch_set(run))
 
@@ -156,7 +126,7 @@ def train_joint(run: Run, stage: str, steps: int, lessons: Lessons, decay: float
     def watch(step: int) -> dict[str, float]:
         right: dict[str, list[bool]] = {}
         for pixels, turns, names in watched:
-            logits, labels, turn, _ = answer_logits(run, pixels, turns, train_tower=False)
+            logits, labels, turn = answer_logits(run, pixels, turns, train_tower=False)
             correct = logits.argmax(-1) == labels
             for i, row in enumerate(turns):
                 for j in range(len(row)):
@@ -173,11 +143,7 @@ def train_joint(run: Run, stage: str, steps: int, lessons: Lessons, decay: float
         {"params": list(model.model.language_model.parameters()), "lr": options.lr},
         {"params": list(run.tower.parameters()), "lr": options.lr * 0.15},
     ]
-    trained: torch.nn.Module = model
-    if grounding:
-        groups.append({"params": list(head.parameters()), "lr": options.lr})
-        trained = torch.nn.ModuleDict({"model": model, "head": head})
-    optimise(run, stage, groups, steps, loss_of, trained, watch, every=125, decay=decay)
+    optimise(run, stage, groups, steps, loss_of, model, watch, every=125, decay=decay)
 
 
 def watch_set(run: Run) -> Iterator[tuple[np.ndarray, list[Turns], list[str]]]:
@@ -204,8 +170,7 @@ def main() -> None:
     parser.add_argument("--place-steps", type=int, default=150)
     parser.add_argument("--joint-steps", type=int, default=1500)
     parser.add_argument("--long-steps", type=int, default=2000)
-    parser.add_argument("--grounded-steps", type=int, default=0, help="a further stage, not part of the shipped model")
-    parser.add_argument("--batch", type=int, default=16, help="pictures a step of stages 4 and 6 to 8")
+    parser.add_argument("--batch", type=int, default=16, help="pictures a step of stages 4, 6 and 7")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--export-every", type=int, default=0, help="also write OUT/model every so many joint steps")
     options = parser.parse_args()
@@ -219,8 +184,6 @@ def main() -> None:
     restore_place(run)
     train_joint(run, "joint", options.joint_steps, JOINT_LESSONS, decay=0.5)
     train_joint(run, "long", options.long_steps, LONG_LESSONS, decay=0.3)
-    if options.grounded_steps:
-        train_joint(run, "grounded", options.grounded_steps, GROUNDED_LESSONS, decay=0.3, grounding=5.0)
     run.export("model")
     score(options.out / "model", run.log)
 
