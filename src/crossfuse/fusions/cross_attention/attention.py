@@ -61,7 +61,7 @@ class CrossLayer(nn.Module):
         hidden_states (B, F, d) are already normalised. ``projected`` holds q, k, v of all tokens where the projections
         are shared and self-attention has computed them.
         """
-        weights = attention if self.shared else self
+        weights: Any = attention if self.shared else self
         flat = hidden_states.flatten(0, 1)
         query = self._queries(weights, flat, context, attention, projected)
         keys = values = None
