@@ -137,6 +137,8 @@ def from_pretrained(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
     """
     from transformers import AutoModelForImageTextToText
 
+    import crossfuse.backbones  # noqa: F401  (registers composed models with transformers' Auto classes)
+
     model = AutoModelForImageTextToText.from_pretrained(name_or_path, **kwargs)
     folder = Path(name_or_path) if Path(name_or_path).is_dir() else _hub_fusion(name_or_path, kwargs)
     if folder is not None and (folder / "fusion.json").is_file():

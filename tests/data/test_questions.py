@@ -85,21 +85,21 @@ def test_spans_name_the_objects_in_their_boxes(kind):
 
 
 def _questions(n: int, *kinds: str) -> list[tuple[Question, Scene]]:
-    data = SceneQuestions("test", n, kinds=kinds)
+    data = SceneQuestions("train", n, kinds=kinds)
     return [data.question(i) for i in range(n)]
 
 
 @pytest.mark.parametrize("kind", ["existence", "relation"])
 def test_yes_and_no_are_balanced(kind):
-    answers = Counter(question.answer for question, _ in _questions(1200, kind))
+    answers = Counter(question.answer for question, _ in _questions(800, kind))
     assert set(answers) == {"yes", "no"}
     # Four standard deviations of a fair coin.
-    assert abs(answers["yes"] - 600) < 4 * (1200 * 0.25) ** 0.5
+    assert abs(answers["yes"] - 400) < 4 * (800 * 0.25) ** 0.5
 
 
 def test_absent_objects_are_chosen_as_pope_does():
     chosen: Counter[str | None] = Counter()
-    for question, scene in _questions(900, "existence"):
+    for question, scene in _questions(600, "existence"):
         chosen[question.choice] += 1
         name = next(_NAME.finditer(question.text)).group(0)
         colour, _, kind = name.rpartition(" ")
@@ -116,16 +116,16 @@ def test_absent_objects_are_chosen_as_pope_does():
 
 def test_words_alone_say_little():
     """The best answer by a question's words, learned on half of the questions, does poorly on the other half."""
-    questions = [q for q, _ in _questions(6000, "existence", "colour", "shape", "count", "relation")]
+    questions = [q for q, _ in _questions(2000, "existence", "colour", "shape", "count", "relation")]
     seen: dict[str, Counter[str]] = {}
-    for q in questions[:3000]:
+    for q in questions[:1000]:
         seen.setdefault(q.text, Counter())[q.answer] += 1
-    fallback = {k: Counter(q.answer for q in questions[:3000] if q.kind == k) for k in QUESTION_KINDS}
+    fallback = {k: Counter(q.answer for q in questions[:1000] if q.kind == k) for k in QUESTION_KINDS}
     right = 0
-    for q in questions[3000:]:
+    for q in questions[1000:]:
         guess = seen.get(q.text) or fallback[q.kind]
         right += guess.most_common(1)[0][0] == q.answer
-    assert right / 3000 < 0.5
+    assert right / 1000 < 0.5
 
 
 def test_items_are_deterministic_and_addressed_at_random():

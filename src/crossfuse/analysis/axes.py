@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crossfuse.analysis.cost import count_operations, prompt_cost
 from crossfuse.backbones import backbone_for
@@ -105,7 +106,8 @@ def measure(model: Any, row: AxisCost, fusion: Fusion, text_tokens: int, images:
     """
     from crossfuse.api import fused, new_cache
 
-    with fused(model, fusion):
+    # The CPU's fused attention kernel is not counted by PyTorch's counter, the plain one is.
+    with fused(model, fusion), sdpa_kernel(SDPBackend.MATH):
         inputs, features = _prompt(model, text_tokens)
         body = model.model
         vision = count_operations(lambda: features.update(_encode(body, inputs["pixel_values"])))
