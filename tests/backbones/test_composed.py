@@ -119,12 +119,11 @@ def test_save_then_load_is_bit_equal(text, vision, tied, fusion, tmp_path):
 
 def test_the_auto_classes_know_composed_models_after_one_import(tmp_path):
     composed("helium", "clip").save_pretrained(tmp_path)
-    code = (
-        "import crossfuse.backbones\nfrom transformers import AutoModelForImageTextToText as Auto\n"
-        f"print(type(Auto.from_pretrained({str(tmp_path)!r})).__name__)"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.split() == ["VisionLanguageModel"]
+    auto = "import crossfuse.backbones\nfrom transformers import AutoModelForImageTextToText as loader\n"
+    for header in (auto, "import crossfuse as loader\n"):
+        code = f"{header}print(type(loader.from_pretrained({str(tmp_path)!r})).__name__)"
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert out.split() == ["VisionLanguageModel"]
 
 
 def test_a_plain_module_must_be_given_when_loading(tmp_path):
