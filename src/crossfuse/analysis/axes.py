@@ -106,26 +106,27 @@ def measure(model: Any, row: AxisCost, fusion: Fusion, text_tokens: int, images:
     """
     from crossfuse.api import fused, new_cache
 
-    # The CPU's fused attention kernel is not counted by PyTorch's counter, the plain one is.
-    with fused(model, fusion), sdpa_kernel(SDPBackend.MATH):
+    with fused(model, fusion):
         inputs, features = _prompt(model, text_tokens)
-        body = model.model
-        vision = count_operations(lambda: features.update(_encode(body, inputs["pixel_values"])))
-        cache = new_cache(model) if not fusion.is_identity else None
-        outputs: list[Any] = []
+        # The CPU's fused attention kernel is not counted by PyTorch's counter, the plain one is.
+        with sdpa_kernel(SDPBackend.MATH):
+            body = model.model
+            vision = count_operations(lambda: features.update(_encode(body, inputs["pixel_values"])))
+            cache = new_cache(model) if not fusion.is_identity else None
+            outputs: list[Any] = []
 
-        def prefill() -> None:
-            outputs.append(model(**inputs, cache=cache, use_cache=True, logits_to_keep=1))
+            def prefill() -> None:
+                outputs.append(model(**inputs, cache=cache, use_cache=True, logits_to_keep=1))
 
-        prefill_operations = count_operations(prefill) - vision
-        following = torch.tensor([[7]])
-        length = inputs["input_ids"].shape[1]
-        mask = torch.ones(1, length + 1, dtype=torch.long)
-        decode = count_operations(
-            lambda: model(input_ids=following, attention_mask=mask, cache=outputs[0].cache, use_cache=True)
-        )
+            prefill_operations = count_operations(prefill) - vision
+            following = torch.tensor([[7]])
+            length = inputs["input_ids"].shape[1]
+            mask = torch.ones(1, length + 1, dtype=torch.long)
+            decode = count_operations(
+                lambda: model(input_ids=following, attention_mask=mask, cache=outputs[0].cache, use_cache=True)
+            )
+            training, saved = _training_step(model, inputs)
         sizes = {k: _cache_after(model, fusion, inputs, k) for k in images}
-        training, saved = _training_step(model, inputs)
     return dataclasses.replace(
         row,
         measured_prefill=prefill_operations,
