@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -64,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     A mistake is told in one line on standard error; `--debug`, before or after the subcommand, shows the
     trace.
     """
+    # Before torch is loaded: threads that spin while they wait make a small model several times slower as soon as
+    # another process wants a core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug, given = _take_debug(given)
     try:
