@@ -107,7 +107,9 @@ class CrossAttention(Fusion):
             self._check_attention(layer.self_attn)
 
     def _check_block(self, layer: Any) -> None:
-        missing = [n for n in ("input_layernorm", "post_attention_layernorm", "mlp") if not hasattr(layer, n)]
+        missing = [
+            n for n in ("self_attn", "input_layernorm", "post_attention_layernorm", "mlp") if not hasattr(layer, n)
+        ]
         if missing:
             raise ValueError(
                 f"{type(layer).__name__} has no {', '.join(missing)}; cross-attention needs blocks like Llama's"
