@@ -294,5 +294,4 @@ def _restarting(
         return None
     if body._fusion.is_identity or use_cache:
         return None
-    segments = packed_segments(position_ids)
-    return segments
+    return packed_segments(position_ids)

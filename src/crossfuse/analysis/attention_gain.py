@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crossfuse.analysis.attention_scores import Attended, attended
-from crossfuse.fusions.anchors.text_anchors import TextAnchors
+from crossfuse.analysis.attention_scores import Attended, without_and_with_anchors
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,17 +57,7 @@ def attention_gain(model: Any, inputs: dict[str, Any]) -> list[AnchorGain]:
 
     inputs: a processor's output of batch 1 without padding. Raises ValueError for other fusions and batches.
     """
-    from crossfuse.api import fuse, fusion_of, unfuse
-
-    fusion = fusion_of(model)
-    if not isinstance(fusion, TextAnchors):
-        raise ValueError(f"attention gain compares a model with and without TextAnchors; it is fused with {fusion}")
-    fused_run = attended(model, inputs)
-    unfuse(model)
-    try:
-        plain = attended(model, inputs)
-    finally:
-        fuse(model, fusion)
+    plain, fused_run = without_and_with_anchors(model, inputs, "attention gain")
     gains = []
     for place, (token, host) in enumerate(zip(fused_run.source, fused_run.host, strict=True)):
         if token != host:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from crossfuse.fusions.anchors.explain import anchor_sequence
+from crossfuse.fusions.anchors.text_anchors import TextAnchors
 from crossfuse.sequence import Layout, MultimodalSequence
 
 
@@ -55,6 +56,24 @@ class Attended:
         """Position of the copy of a token, or None."""
         pairs = zip(self.source, self.host, strict=True)
         return next((place for place, (s, h) in enumerate(pairs) if s == column != h), None)
+
+
+def without_and_with_anchors(model: Any, inputs: dict[str, Any], subject: str) -> tuple[Attended, Attended]:
+    """`attended` of one sample without and with the model's `TextAnchors`; the model is fused so afterwards too.
+
+    ``subject`` names what is measured in the ValueError that other fusions raise.
+    """
+    from crossfuse.api import fuse, fusion_of, unfuse
+
+    fusion = fusion_of(model)
+    if not isinstance(fusion, TextAnchors):
+        raise ValueError(f"{subject} compares a model with and without TextAnchors; it is fused with {fusion}")
+    fused_run = attended(model, inputs)
+    unfuse(model)
+    try:
+        return attended(model, inputs), fused_run
+    finally:
+        fuse(model, fusion)
 
 
 @torch.no_grad()

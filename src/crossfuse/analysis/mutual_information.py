@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crossfuse.analysis.attention_scores import Attended, attended
-from crossfuse.fusions.anchors.text_anchors import TextAnchors
+from crossfuse.analysis.attention_scores import Attended, without_and_with_anchors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +47,7 @@ def information_change(model: Any, inputs: dict[str, Any], radius: int = 8) -> I
     The text side has one row per prompt token after the image; with anchors a token that was copied attends through its
     copy as well, and the two are added. Local: copied tokens × image tokens at most ``radius`` places from an anchor.
     """
-    from crossfuse.api import fuse, fusion_of, unfuse
-
-    fusion = fusion_of(model)
-    if not isinstance(fusion, TextAnchors):
-        raise ValueError(f"mutual information compares a model with and without TextAnchors; it is fused with {fusion}")
-    fused_run = attended(model, inputs)
-    unfuse(model)
-    try:
-        plain = attended(model, inputs)
-    finally:
-        fuse(model, fusion)
+    plain, fused_run = without_and_with_anchors(model, inputs, "mutual information")
     kept = set(fused_run.source)
     images = [c for c in plain.sequence.is_image[0].nonzero()[:, 0].tolist() if c in kept]
     if not images:
