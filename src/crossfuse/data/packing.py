@@ -47,11 +47,14 @@ def pack_samples(
     max_image_tokens: int = 20480,
     on_overflow: str = "raise",
 ) -> tuple[list[list[int]], PackingReport]:
-    """First-fit-decreasing bins under both budgets; a bin lists sample indices.
+    """Bins under both budgets, in as few rows as two greedy rules find; a bin lists sample indices.
 
-    Samples are taken largest first, by the budget that they use most of. One that exceeds a budget alone raises
-    ValueError, or is left out and listed (``on_overflow="skip"``). For insertion give tokens of text and images
-    together as text, with half the budget (image tokens then stand in the sequence).
+    First-fit-decreasing takes the largest sample first (by the budget that it uses most of). Where both budgets bind
+    it leaves about a tenth of them empty, so bins are also filled one after the other, each time with the sample that
+    comes nearest to what is left of both budgets (Panigrahy et al. 2011, norm-based greedy); the result with fewer
+    rows counts. A sample that exceeds a budget alone raises ValueError, or is left out and listed
+    (``on_overflow="skip"``). For insertion give tokens of text and images together as text, with half the budget
+    (image tokens then stand in the sequence).
     """
     if len(text_lengths) != len(image_lengths):
         raise ValueError(f"text_lengths and image_lengths differ in length: {len(text_lengths)}, {len(image_lengths)}")
@@ -70,17 +73,9 @@ def pack_samples(
             f"sample {first} has {sizes[first, 0]} text and {sizes[first, 1]} image tokens, more than the budgets of "
             f"{max_text_tokens} and {max_image_tokens}; raise them or use on_overflow='skip'"
         )
-    order = np.argsort(-(sizes / limits).max(1), kind="stable") if len(sizes) else np.zeros(0, dtype=np.int64)
-    free = np.zeros((max(len(sizes), 1), 2), dtype=np.int64)
-    bins: list[list[int]] = []
-    for index in order[~over[order]] if len(sizes) else []:
-        fits = (free[: len(bins)] >= sizes[index]).all(1)
-        place = int(fits.argmax()) if fits.any() else len(bins)
-        if place == len(bins):
-            bins.append([])
-            free[place] = limits
-        free[place] -= sizes[index]
-        bins[place].append(int(index))
+    fitting = np.flatnonzero(~over)
+    packed = min(_first_fit_decreasing(sizes[fitting], limits), _fill_one_by_one(sizes[fitting], limits), key=len)
+    bins = [[int(fitting[member]) for member in members] for members in packed]
     held = sizes[~over].sum(0) / (limits * max(len(bins), 1)) if len(sizes) else np.zeros(2)
     report = PackingReport(
         rows=len(bins),
@@ -90,6 +85,51 @@ def pack_samples(
         too_long=tuple(int(i) for i in over.nonzero()[0]),
     )
     return bins, report
+
+
+def _first_fit_decreasing(sizes: np.ndarray, limits: np.ndarray) -> list[list[int]]:
+    order = np.argsort(-(sizes / limits).max(1), kind="stable")
+    free = np.zeros((max(len(sizes), 1), 2), dtype=np.int64)
+    bins: list[list[int]] = []
+    for index in order:
+        fits = (free[: len(bins)] >= sizes[index]).all(1)
+        place = int(fits.argmax()) if fits.any() else len(bins)
+        if place == len(bins):
+            bins.append([])
+            free[place] = limits
+        free[place] -= sizes[index]
+        bins[place].append(int(index))
+    return bins
+
+
+def _fill_one_by_one(sizes: np.ndarray, limits: np.ndarray) -> list[list[int]]:
+    """Each bin takes, as long as one fits, the sample nearest to the free space (as shares of the budgets).
+
+    The distance weighs a budget by the total demand for it, so that the one that binds is filled best.
+    """
+    shares = sizes / limits
+    weights = shares.sum(0) / max(float(shares.sum()), 1e-9)
+    # |free - share|² = |free|² - 2 share·free + |share|² in the weighted norm; the first term is the same for all.
+    text, image = sizes[:, 0].copy(), sizes[:, 1].copy()
+    twice, square = 2 * shares * weights, (shares**2 * weights).sum(1)
+    left = np.arange(len(sizes))
+    bins: list[list[int]] = []
+    while len(left):
+        free = limits.copy()
+        taken = np.zeros(len(left), dtype=bool)
+        here = (text[left], image[left], twice[left], square[left])
+        while True:
+            fits = (here[0] <= free[0]) & (here[1] <= free[1]) & ~taken
+            if not fits.any():
+                break
+            distance = here[3] - here[2] @ (free / limits)
+            distance[~fits] = np.inf
+            place = int(distance.argmin())
+            taken[place] = True
+            free -= sizes[left[place]]
+        bins.append(left[taken].tolist())
+        left = left[~taken]
+    return bins
 
 
 class PackingSampler(Sampler[list[int]]):
@@ -105,7 +145,7 @@ class PackingSampler(Sampler[list[int]]):
         max_text_tokens: int = 2048,
         max_image_tokens: int = 20480,
         seed: int = 0,
-        buffer: int = 4096,
+        buffer: int = 1024,
         on_overflow: str = "raise",
     ) -> None:
         self.text_lengths, self.image_lengths = np.asarray(text_lengths), np.asarray(image_lengths)
