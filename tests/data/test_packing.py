@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -104,3 +105,14 @@ def test_the_first_label_of_every_sample_is_masked():
     assert packed["labels"][0, [0, 3]].tolist() == [-100, -100]
     assert packed["position_ids"][0].tolist() == [0, 1, 2, 0, 1, 2, 3]
     assert packed["segment_ids"][0].tolist() == [0] * 3 + [1] * 4
+
+
+def test_rows_are_full_where_both_budgets_bind() -> None:
+    """First-fit-decreasing alone leaves about a tenth of both budgets empty on this mix."""
+    draw = np.random.default_rng(0)
+    text = np.clip(draw.lognormal(np.log(150), 0.9, 1024).astype(int), 4, 2048)
+    image = np.array([draw.integers(64, 1157, draw.integers(0, 9)).sum() for _ in range(1024)])
+    bins, report = pack_samples(text, image)
+    assert sorted(index for row in bins for index in row) == list(range(1024))
+    assert all(text[row].sum() <= 2048 and image[row].sum() <= 20480 for row in bins)
+    assert report.binding_share >= 0.95
