@@ -242,7 +242,7 @@ def test_s3_bad_images_are_named_or_skipped_and_counted(processor, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"on_overflow": "cut"}, "on_overflow must be 'raise' or 'skip'; got 'cut'"),
+        ({"on_overflow": "cut"}, "on_overflow must be 'raise', 'skip' or 'truncate'; got 'cut'"),
         ({"on_bad_image": "ignore"}, "on_bad_image must be"),
         ({"padding_side": "both"}, "padding_side must be 'left' or 'right'; got 'both'"),
         ({"max_length": 0}, "max_length must be at least 1; got 0"),
@@ -251,3 +251,40 @@ def test_s3_bad_images_are_named_or_skipped_and_counted(processor, tmp_path):
 def test_bad_options_are_refused(processor, wrong, message):
     with pytest.raises(ValueError, match=message):
         Collator(processor, **wrong)
+
+
+def test_a_conversation_that_begins_with_the_assistant_is_named(processor):
+    record = Record(id="first", messages=[{"role": "assistant", "content": "hi"}, {"role": "user", "content": "yes"}])
+    with pytest.raises(ValueError, match="record 'first': the assistant speaks first"):
+        Collator(processor)([record])
+
+
+def test_t2_truncation_cuts_text_and_never_an_image(processor):
+    """An image of 64 tokens: the words behind it may go, the image may not."""
+    whole = Collator(processor)([chat("long", "what is there?", "red " * 60, images=1)])
+    collator = Collator(processor, max_length=100, on_overflow="truncate", keep=("id",))
+    late = Record(
+        id="late",
+        images=[picture()],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "what? " * 40}, {"type": "image"}]},
+            {"role": "assistant", "content": "red"},
+        ],
+    )
+    batch = collator([chat("long", "what is there?", "red " * 60, images=1), late, chat("short", "hi", "yes")])
+    assert batch["id"] == ["long", "short"]
+    assert batch["input_ids"].shape[1] == 100
+    assert torch.equal(batch["input_ids"][0], whole["input_ids"][0, :100])
+    assert torch.equal(batch["labels"][0], whole["labels"][0, :100])
+    assert batch["attention_mask"][0].sum() == 100
+    assert batch["pixel_values"].shape[0] == 1
+    placeholder = processor.tokenizer.convert_tokens_to_ids("<image>")
+    assert (batch["input_ids"] == placeholder).sum() == 64
+    assert (collator.report.truncated, collator.report.too_long) == (["long"], ["late"])
+    assert str(collator.report).endswith("1 skipped as too long, 0 skipped for a bad image, 1 cut at max_length")
+    # What is left of a record may hold no answer at all; then it is counted as such.
+    none = Collator(processor, max_length=70, on_overflow="truncate")
+    none([chat("question", "what is there in it?", "red", images=1)])
+    assert none.report.unsupervised == ["question"]
+    with pytest.raises(ValueError, match="would cut the question of a prompt"):
+        Collator(processor, on_overflow="truncate", prompt_only=True)

@@ -7,7 +7,7 @@ of its split. Times are seconds from the start of the clip; frame ``i`` is shown
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,34 +94,45 @@ class Clip:
             yield time, render(self.scene(time))
 
 
-def make_clip(seed: int, split: Split = "train", duration: float = 6.0, fps: float = 4.0, events: int = 3) -> Clip:
+def make_clip(
+    seed: int,
+    split: Split = "train",
+    duration: float = 6.0,
+    fps: float = 4.0,
+    events: int = 3,
+    kinds: Sequence[EventKind] = EVENT_KINDS,
+    objects: int = MAX_OBJECTS,
+) -> Clip:
     """Clip number ``seed`` of a split, with as many events as asked for, or fewer where time or room is too short.
 
-    No two objects of a clip ever bear the same name, so every event's text names one object.
+    Only events of ``kinds`` happen, and never are there more than ``objects`` objects. No two objects of a clip ever
+    bear the same name, so every event's text names one object.
     Raises ``ValueError`` for a duration or rate that is not positive and for a negative number of events.
     """
     if not duration > 0 or not fps > 0 or events < 0:
         raise ValueError(f"duration and fps must be above 0 and events at least 0; got {duration}, {fps} and {events}")
+    if objects < 1:
+        raise ValueError(f"objects must be at least 1; got {objects}")
     rng = random.Random(f"clip/{split}/{seed}")
     scene = make_scene(rng.getrandbits(48), split)
-    while len({item.name for item in scene.objects}) < len(scene.objects):
+    while len({item.name for item in scene.objects}) < len(scene.objects) or len(scene.objects) > objects:
         scene = make_scene(rng.getrandbits(48), split)
-    objects, happened, named = list(scene.objects), [], {item.name for item in scene.objects}
+    present, happened, named = list(scene.objects), [], {item.name for item in scene.objects}
     for time in _times(rng, duration, events):
-        kinds = list(EVENT_KINDS)
-        rng.shuffle(kinds)
-        for kind in kinds:
-            event = _draw_event(rng, kind, time, objects, scene.size, named)
+        order = list(kinds)
+        rng.shuffle(order)
+        for kind in order:
+            event = _draw_event(rng, kind, time, present, scene.size, named, objects)
             if event is None:
                 continue
             happened.append(event)
             if event.before is None:
                 assert event.after is not None
-                objects.append(event.after)
+                present.append(event.after)
             elif event.after is None:
-                objects.remove(event.before)
+                present.remove(event.before)
             else:
-                objects[objects.index(event.before)] = event.after
+                present[present.index(event.before)] = event.after
             named |= {event.after.name} if event.after else set()
             break
     return Clip(scene, tuple(happened), duration, fps)
@@ -139,11 +150,17 @@ def _times(rng: random.Random, duration: float, count: int) -> list[float]:
 
 
 def _draw_event(
-    rng: random.Random, kind: EventKind, time: float, objects: list[SceneObject], side: int, named: set[str]
+    rng: random.Random,
+    kind: EventKind,
+    time: float,
+    objects: list[SceneObject],
+    side: int,
+    named: set[str],
+    most: int,
 ) -> Event | None:
     """An event of one kind, or ``None`` where there is no room for it."""
     if kind == "appear":
-        newcomer = _newcomer(rng, objects, side, named) if len(objects) < MAX_OBJECTS else None
+        newcomer = _newcomer(rng, objects, side, named) if len(objects) < min(most, MAX_OBJECTS) else None
         if newcomer is None:
             return None
         return Event(time, kind, f"{article(newcomer.name)} {newcomer.name} appears", None, newcomer)

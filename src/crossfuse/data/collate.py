@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from crossfuse.data.images import open_image
-from crossfuse.data.records import ImagePart, Message, Record
+from crossfuse.data.media import MediaOpener, OpenedRecord
+from crossfuse.data.records import Record
 from crossfuse.data.spans import SupervisedText, render_supervised
+from crossfuse.data.videos import VideoSampling
 
 __all__ = ["IGNORE_INDEX", "CollationReport", "Collator", "open_image"]
 
@@ -19,8 +22,7 @@ IGNORE_INDEX = -100
 # Token-aligned outputs of processors, with what fills the padding.
 _ALIGNED = {"attention_mask": 0, "token_type_ids": 0, "mm_token_type_ids": 0}
 
-
-_Opened = tuple[Record, list[Any]]
+_Rows = list[dict[str, list[int]]]
 
 
 @dataclass
@@ -31,11 +33,13 @@ class CollationReport:
     unsupervised: list[str] = field(default_factory=list)
     too_long: list[str] = field(default_factory=list)
     bad_image: list[str] = field(default_factory=list)
+    truncated: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
+        cut = f", {len(self.truncated)} cut at max_length" if self.truncated else ""
         return (
             f"{self.seen} records: {len(self.unsupervised)} without a supervised token, "
-            f"{len(self.too_long)} skipped as too long, {len(self.bad_image)} skipped for a bad image"
+            f"{len(self.too_long)} skipped as too long, {len(self.bad_image)} skipped for a bad image{cut}"
         )
 
 
@@ -47,12 +51,15 @@ class Collator:
     images: ``pixel_values`` (images of the batch, C, H, W) float32 and the like. Labels hold exactly the assistant's
     tokens and the stop token after each; everything else is -100. The spans come from the rendered template and the
     tokenizer's offsets, and padding is masked by its place, so a pad token that is also the stop token is no trouble.
+    Videos go to processors that take them as videos, to others as runs of images.
 
     Args:
         processor: a Hugging Face processor with a chat template and a fast tokenizer.
-        max_length: most tokens a record may have, image tokens included. Nothing is ever cut.
-        on_overflow: a record that is too long raises ``ValueError`` or is skipped and counted.
-        on_bad_image: the same for an image that cannot be opened.
+        max_length: most tokens a record may have, image tokens included. An image is never cut.
+        on_overflow: a record that is too long raises ``ValueError``, is skipped and counted, or ("truncate") loses the
+            text beyond ``max_length`` and is counted; where that would cut an image it is skipped and counted.
+        on_bad_image: an image or video that cannot be opened (or that the processor or ``min_side`` refuses) raises
+            ``ValueError``, or its record is skipped and counted.
         padding_side: "right" or "left"; by default right for training and left for prompts.
         prompt_only: leave the assistant's last message out and end with the template's opening of an answer: inputs
             for ``generate``, without labels.
@@ -60,23 +67,30 @@ class Collator:
         max_unsupervised: stop with ``ValueError`` where more than this share of at least 20 records has no
             supervised token: a sign that template and records do not fit.
         allow_urls: fetch images given as URLs.
+        video: how videos become frames.
+        min_side: images with a shorter side, in pixels, count as bad.
     """
 
     processor: Any
     max_length: int | None = None
-    on_overflow: Literal["raise", "skip"] = "raise"
+    on_overflow: Literal["raise", "skip", "truncate"] = "raise"
     on_bad_image: Literal["raise", "skip"] = "raise"
     padding_side: Literal["left", "right"] | None = None
     prompt_only: bool = False
     keep: Sequence[str] = ()
     max_unsupervised: float = 0.5
     allow_urls: bool = False
+    video: VideoSampling = field(default_factory=VideoSampling)
+    min_side: int = 1
     report: CollationReport = field(default_factory=CollationReport)
 
     def __post_init__(self) -> None:
-        for name in ("on_overflow", "on_bad_image"):
-            if getattr(self, name) not in ("raise", "skip"):
-                raise ValueError(f"{name} must be 'raise' or 'skip'; got {getattr(self, name)!r}")
+        if self.on_overflow not in ("raise", "skip", "truncate"):
+            raise ValueError(f"on_overflow must be 'raise', 'skip' or 'truncate'; got {self.on_overflow!r}")
+        if self.on_overflow == "truncate" and self.prompt_only:
+            raise ValueError("on_overflow='truncate' would cut the question of a prompt; use 'raise' or 'skip'")
+        if self.on_bad_image not in ("raise", "skip"):
+            raise ValueError(f"on_bad_image must be 'raise' or 'skip'; got {self.on_bad_image!r}")
         if self.padding_side not in (None, "left", "right"):
             raise ValueError(f"padding_side must be 'left' or 'right'; got {self.padding_side!r}")
         if self.max_length is not None and self.max_length < 1:
@@ -88,19 +102,22 @@ class Collator:
         """One batch; ``ValueError`` where every record had to be skipped."""
         opened = self._open(records)
         rows, tensors = self._encode(opened)
-        fitting = [i for i, row in enumerate(rows) if self._fits(opened[i][0], row)]
+        fitting = [i for i, row in enumerate(rows) if self._fits(opened[i].record, row)]
         if len(fitting) < len(rows):
             opened = [opened[i] for i in fitting]
             rows, tensors = self._encode(opened)
+        if self.on_overflow == "truncate" and self.max_length is not None:
+            rows = [{name: values[: self.max_length] for name, values in row.items()} for row in rows]
         if not rows:
             raise ValueError(f"no record of this batch could be used ({self.report}); check the data or a larger batch")
-        for (record, _), row in zip(opened, rows, strict=True):
+        for item, row in zip(opened, rows, strict=True):
             if not self.prompt_only and all(label == IGNORE_INDEX for label in row["labels"]):
-                self.report.unsupervised.append(record.id)
+                self.report.unsupervised.append(item.record.id)
                 self._stop_if_too_many()
         batch: dict[str, Any] = self._pad(rows)
         batch |= tensors
-        batch |= {n: [r.id if n == "id" else r.meta.get(n) for r, _ in opened] for n in self.keep}
+        kept = [item.record for item in opened]
+        batch |= {name: [r.id if name == "id" else r.meta.get(name) for r in kept] for name in self.keep}
         return batch
 
     def _fits(self, record: Record, row: dict[str, list[int]]) -> bool:
@@ -112,57 +129,69 @@ class Collator:
                 f"record {record.id!r} has {length} tokens, more than max_length={self.max_length}; "
                 "raise max_length or skip such records with on_overflow='skip'"
             )
+        if self.on_overflow == "truncate" and not self._placeholders() & set(row["input_ids"][self.max_length :]):
+            self.report.truncated.append(record.id)
+            return True
         self.report.too_long.append(record.id)
         return False
 
-    def _open(self, records: Sequence[Record]) -> list[_Opened]:
+    def _placeholders(self) -> set[int]:
+        names = (getattr(self.processor, name, None) for name in ("image_token", "video_token"))
+        return {int(self.processor.tokenizer.convert_tokens_to_ids(name)) for name in names if name is not None}
+
+    def _open(self, records: Sequence[Record]) -> list[OpenedRecord]:
+        opener = MediaOpener(self.processor, self.video, self.allow_urls, self.min_side)
         opened = []
         for record in records:
             self.report.seen += 1
             try:
-                opened.append((record, [open_image(image, self.allow_urls) for image in record.images]))
+                opened.append(opener(record))
             except (OSError, ValueError) as error:
                 if self.on_bad_image == "raise":
                     raise ValueError(f"record {record.id!r}: {error}") from error
                 self.report.bad_image.append(record.id)
         return opened
 
-    def _encode(self, opened: list[_Opened]) -> tuple[list[dict[str, list[int]]], dict[str, Tensor]]:
+    def _encode(self, opened: list[OpenedRecord]) -> tuple[_Rows, dict[str, Tensor]]:
         """Token rows in the order of the records, and the image tensors of all of them."""
-        rows: list[dict[str, list[int]]] = [{} for _ in opened]
-        tensors: dict[str, Tensor] = {}
-        # Processors take images for every text of a call or for none.
-        for with_images in (True, False):
-            chosen = [i for i, (_, pictures) in enumerate(opened) if bool(pictures) is with_images]
-            if not chosen:
-                continue
-            texts = []
-            for i in chosen:
-                refuse_reserved(opened[i][0], self.processor)
-                texts.append(render_supervised(self.processor, self._messages(opened[i][0]), self.prompt_only))
-            outputs = self.processor(
-                text=[text.text for text in texts],
-                images=[opened[i][1] for i in chosen] if with_images else None,
-                add_special_tokens=not _starts_with_bos(texts[0].text, self.processor.tokenizer),
-                padding=False,
-                return_offsets_mapping=True,
-                return_text_replacement_offsets=True,
-            )
-            offsets = outputs.pop("offset_mapping")
-            replaced = outputs.pop("text_replacement_offsets", None) or [[] for _ in chosen]
-            aligned = {name: outputs.pop(name) for name in ("input_ids", *_ALIGNED) if name in outputs}
-            for n, i in enumerate(chosen):
-                rows[i] = {name: list(values[n]) for name, values in aligned.items()}
-                if not self.prompt_only:
-                    rows[i]["labels"] = _labels(rows[i]["input_ids"], offsets[n], texts[n], replaced[n])
-            tensors |= {name: _stack(name, values) for name, values in outputs.items()}
-        return rows, tensors
+        if not opened:
+            return [], {}
+        texts = []
+        for item in opened:
+            refuse_reserved(item.record, self.processor)
+            try:
+                texts.append(render_supervised(self.processor, self._messages(item), self.prompt_only))
+            except ValueError as error:
+                raise ValueError(f"record {item.record.id!r}: {error}") from error
+        clips = [clip for item in opened for clip in item.clips]
+        options: dict[str, Any] = {}
+        if clips:
+            # The frames were sampled already; the processor learns their rate for the positions in time.
+            options["videos"] = [[np.asarray(frame) for frame in clip.frames] for clip in clips]
+            options["video_metadata"] = [clip.metadata for clip in clips]
+            options["do_sample_frames"] = False
+        outputs = self.processor(
+            text=[text.text for text in texts],
+            images=[image for item in opened for image in item.images] or None,
+            add_special_tokens=not starts_with_bos(texts[0].text, self.processor.tokenizer),
+            padding=False,
+            return_offsets_mapping=True,
+            return_text_replacement_offsets=True,
+            **options,
+        )
+        offsets = outputs.pop("offset_mapping")
+        replaced = outputs.pop("text_replacement_offsets", None) or [[] for _ in opened]
+        aligned = {name: outputs.pop(name) for name in ("input_ids", *_ALIGNED) if name in outputs}
+        rows: _Rows = []
+        for n, text in enumerate(texts):
+            rows.append({name: list(values[n]) for name, values in aligned.items()})
+            if not self.prompt_only:
+                rows[n]["labels"] = _labels(rows[n]["input_ids"], offsets[n], text, replaced[n])
+        return rows, {name: _stack(name, values) for name, values in outputs.items()}
 
-    def _messages(self, record: Record) -> list[dict[str, Any]]:
-        messages = list(record.messages)
-        if self.prompt_only and messages[-1].role == "assistant":
-            messages.pop()
-        return [_template_message(message) for message in messages]
+    def _messages(self, item: OpenedRecord) -> list[dict[str, Any]]:
+        answered = item.messages[-1]["role"] == "assistant"
+        return item.messages[:-1] if self.prompt_only and answered else item.messages
 
     def _pad(self, rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
         tokenizer = self.processor.tokenizer
@@ -207,14 +236,6 @@ def refuse_reserved(record: Record, processor: Any) -> None:
                 )
 
 
-def _template_message(message: Message) -> dict[str, Any]:
-    parts = [
-        {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
-        for part in message.content
-    ]
-    return {"role": message.role, "content": parts}
-
-
 def _labels(
     ids: list[int], offsets: list[tuple[int, int]], text: SupervisedText, replaced: list[dict[str, Any]]
 ) -> list[int]:
@@ -237,7 +258,8 @@ def _labels(
     return labels
 
 
-def _starts_with_bos(text: str, tokenizer: Any) -> bool:
+def starts_with_bos(text: str, tokenizer: Any) -> bool:
+    """Whether the template wrote the token that the tokenizer would otherwise put first."""
     return tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
 
 

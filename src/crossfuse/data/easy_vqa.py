@@ -27,9 +27,14 @@ class EasyVQAItem:
     @property
     def kind(self) -> str:
         """``yes/no``, ``colour`` or ``shape``, by the answer."""
-        if self.answer in ("yes", "no"):
-            return "yes/no"
-        return "shape" if self.answer in ("circle", "rectangle", "triangle") else "colour"
+        return answer_kind(self.answer)
+
+
+def answer_kind(answer: str) -> str:
+    """``yes/no``, ``colour`` or ``shape``: what kind of question has this answer."""
+    if answer in ("yes", "no"):
+        return "yes/no"
+    return "shape" if answer in ("circle", "rectangle", "triangle") else "colour"
 
 
 class EasyVQA(Sequence[EasyVQAItem]):

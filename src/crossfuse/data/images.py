@@ -10,6 +10,8 @@ from pathlib import Path
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 Source = str | os.PathLike[str] | bytes | Image.Image
+# What Qwen's processors need: one token's square of pixels on each side, and no more than this between the sides.
+MIN_SIDE, MAX_RATIO = 28, 200.0
 
 
 def open_image(source: Source, allow_urls: bool = False) -> Image.Image:
@@ -44,6 +46,30 @@ def open_image(source: Source, allow_urls: bool = False) -> Image.Image:
         raise ValueError(f"{name} is not an image that Pillow can read; convert it to PNG or JPEG") from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{name} cannot be decoded ({_one_line(error)}); the file may be truncated") from error
+
+
+def open_header(source: str | os.PathLike[str] | io.BytesIO) -> Image.Image:
+    """The picture of a file with its header read, for size and format; close it after use.
+
+    Raises ``FileNotFoundError`` for a missing file, ``ValueError`` for what is no picture.
+    """
+    name = "image bytes" if isinstance(source, io.BytesIO) else os.fspath(source)
+    try:
+        return Image.open(source)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"image file not found: {name}; check the path") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{name} is not an image that Pillow can read; convert it to PNG or JPEG") from error
+
+
+def refuse_extreme(width: int, height: int, min_side: int = MIN_SIDE, max_ratio: float = MAX_RATIO) -> None:
+    """``ValueError`` for a picture with a side below ``min_side`` pixels or too long for its width."""
+    if min(width, height) < min_side:
+        raise ValueError(f"the image is {width} x {height} pixels; each side must be at least {min_side}")
+    if max(width, height) / min(width, height) > max_ratio:
+        raise ValueError(
+            f"the image is {width} x {height} pixels; the longer side may be {max_ratio:g} times the other"
+        )
 
 
 def _fetch(url: str, allowed: bool) -> bytes:

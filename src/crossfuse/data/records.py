@@ -1,7 +1,7 @@
-"""One training or evaluation sample: images and a conversation whose text parts and image slots are apart.
+"""One training or evaluation sample: images, videos and a conversation whose text parts and slots are apart.
 
-An image slot is a part of its own (``{"type": "image"}``), so no string in a text can be taken for one. The slots of
-a record take its images in order.
+An image slot is a part of its own (``{"type": "image"}``, ``{"type": "video"}``), so no string in a text can be taken
+for one. The image slots of a record take its images in order, the video slots its videos.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for key in data:
-                if key not in cls.model_fields:
-                    known = ", ".join(cls.model_fields)
-                    raise ValueError(f"unknown key {key!r}{nearest(str(key), cls.model_fields)}; known keys: {known}")
+        fields = cls.__pydantic_fields__
+        if isinstance(data, dict) and not data.keys() <= fields.keys():
+            key = next(key for key in data if key not in fields)
+            known = ", ".join(fields)
+            raise ValueError(f"unknown key {key!r}{nearest(str(key), fields)}; known keys: {known}")
         return data
 
 
@@ -84,7 +84,38 @@ class ImagePart(_Strict):
     type: Literal["image"] = "image"
 
 
-Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+class VideoPart(_Strict):
+    """A slot that takes the record's next video."""
+
+    type: Literal["video"] = "video"
+
+
+Part = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+
+
+class Video(_Strict):
+    """A video file (or folder of frames) and the span of it that is meant.
+
+    start, end: seconds from the first frame of the file; ``None`` is the file's own start or end. A bare path stands
+    for the whole file.
+    """
+
+    path: str = Field(min_length=1)
+    start: float | None = Field(default=None, ge=0)
+    end: float | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_is_whole(cls, value: Any) -> Any:
+        return {"path": os.fspath(value)} if isinstance(value, str | os.PathLike) else value
+
+    @model_validator(mode="after")
+    def _span_is_positive(self) -> Video:
+        if self.end is not None and self.end <= (self.start or 0.0):
+            raise ValueError(
+                f"the span of {self.path} ends at {self.end:g} s, not after its start at {self.start or 0:g} s"
+            )
+        return self
 
 
 class Message(_Strict):
@@ -105,14 +136,15 @@ class Message(_Strict):
 
 
 class Record(_Strict):
-    """A sample: an id, its images in the order of the slots, the conversation, and free JSON values beside it.
+    """A sample: an id, its images and videos in the order of the slots, the conversation, and free JSON values.
 
-    Raises ``pydantic.ValidationError`` (a ``ValueError``) for unknown keys, for more or fewer images than slots, for
-    an assistant's message with an image, and for image URLs, unless the context says ``{"allow_urls": True}``.
+    Raises ``pydantic.ValidationError`` (a ``ValueError``) for unknown keys, for more or fewer images or videos than
+    slots, for an assistant's message with a slot, and for URLs, unless the context says ``{"allow_urls": True}``.
     """
 
     id: str = Field(min_length=1)
     images: tuple[ImageSource, ...] = ()
+    videos: tuple[Video, ...] = ()
     messages: tuple[Message, ...] = Field(min_length=1)
     meta: dict[str, JsonValue] = {}
 
@@ -125,13 +157,26 @@ class Record(_Strict):
                     raise ValueError(f"image {image!r} is a URL; download it first, or allow URLs with allow_urls=True")
         return images
 
+    @field_validator("videos")
+    @classmethod
+    def _no_video_urls(cls, videos: tuple[Video, ...], info: ValidationInfo) -> tuple[Video, ...]:
+        if not (info.context or {}).get("allow_urls", False):
+            for video in videos:
+                if "://" in video.path:
+                    raise ValueError(
+                        f"video {video.path!r} is a URL; download it first, or allow URLs with allow_urls=True"
+                    )
+        return videos
+
     @model_validator(mode="after")
-    def _slots_match_images(self) -> Record:
-        slots = sum(isinstance(part, ImagePart) for message in self.messages for part in message.content)
-        if slots != len(self.images):
-            raise ValueError(f"record {self.id!r} has {slots} image slot(s) but {len(self.images)} image(s)")
+    def _slots_match(self) -> Record:
+        parts = [part for message in self.messages for part in message.content]
+        for name, kind, held in (("image", ImagePart, self.images), ("video", VideoPart, self.videos)):
+            slots = sum(isinstance(part, kind) for part in parts)
+            if slots != len(held):
+                raise ValueError(f"record {self.id!r} has {slots} {name} slot(s) but {len(held)} {name}(s)")
         for message in self.messages:
-            if message.role == "assistant" and any(isinstance(part, ImagePart) for part in message.content):
+            if message.role == "assistant" and not all(isinstance(part, TextPart) for part in message.content):
                 raise ValueError(f"record {self.id!r}: an assistant's message cannot hold an image")
         return self
 
@@ -190,18 +235,24 @@ def read_records(
             try:
                 record = Record.model_validate_json(line, context={"allow_urls": allow_urls})
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {_first_reason(error)}") from error
-            yield record if root is None else _rooted(record, Path(root))
+                raise ValueError(f"{path}, line {number}: {first_reason(error)}") from error
+            yield record if root is None else rooted(record, Path(root))
 
 
-def _rooted(record: Record, root: Path) -> Record:
+def rooted(record: Record, root: Path) -> Record:
+    """The record with its relative paths taken from ``root``; URLs and embedded images stay."""
     images = tuple(
         str(root / image) if isinstance(image, str) and "://" not in image else image for image in record.images
     )
-    return record.model_copy(update={"images": images})
+    videos = tuple(
+        video if "://" in video.path else video.model_copy(update={"path": str(root / video.path)})
+        for video in record.videos
+    )
+    return record.model_copy(update={"images": images, "videos": videos})
 
 
-def _first_reason(error: ValueError) -> str:
+def first_reason(error: Exception) -> str:
+    """The first fault that ``error`` tells, in one line; of pydantic's lists of faults the first entry."""
     from pydantic import ValidationError
 
     if not isinstance(error, ValidationError):

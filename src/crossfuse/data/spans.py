@@ -22,7 +22,8 @@ def render_supervised(processor: Any, messages: list[dict[str, Any]], prompt_onl
     the name of a role. What a template writes after the stop token (a line break) is not part of the span. A
     template that writes no stop token gets the tokenizer's eos after a last answer. An empty answer has no span.
 
-    Raises ``ValueError`` where the template renders a conversation differently once it goes on.
+    Raises ``ValueError`` where the template renders a conversation differently once it goes on, and where the
+    assistant speaks first.
     """
     if prompt_only:
         return SupervisedText(_render(processor, messages, True), ())
@@ -31,6 +32,8 @@ def render_supervised(processor: Any, messages: list[dict[str, Any]], prompt_onl
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
+        if i == 0:
+            raise ValueError("the assistant speaks first; a conversation begins with the system or the user")
         before = _render(processor, messages[:i], True)
         through = whole if i + 1 == len(messages) else _render(processor, messages[: i + 1], False)
         start, end = _common(before, through), len(through)
