@@ -12,7 +12,11 @@ import pytest
 import crossfuse as xf
 
 MATRIX: dict[str, list[xf.Fusion]] = {
-    "insertion": [xf.Insertion(), xf.Insertion(compress=xf.MeanPool(4))],
+    "insertion": [
+        xf.Insertion(),
+        xf.Insertion(compress=xf.MeanPool(4)),
+        xf.Insertion(compress=xf.QFormer(queries=6)),
+    ],
     "text-anchors": [
         xf.TextAnchors(threshold=0.1),
         xf.TextAnchors(threshold=0.1, positions="inherit", copy_order="prompt"),
@@ -35,10 +39,25 @@ MATRIX: dict[str, list[xf.Fusion]] = {
         xf.CrossAttention(every=2, replace=True, joint_text=True),
         xf.CrossAttention(history=2, joint_text=True, compress=xf.MeanPool(4)),
         xf.CrossAttention(update_images=True),
+        xf.CrossAttention(joint_text=True, compress=xf.QFormer(queries=5, layers=1)),
+        xf.CrossAttention(joint_text=True, anchors=xf.TextAnchors(threshold=0.1, positions="inherit")),
+        xf.CrossAttention(update_images=True, gist_tokens=1, anchors=xf.TextAnchors(threshold=0.1)),
         xf.CrossAttention(gist_tokens=2, joint_text=True),
     ],
+    "modality-rope": [
+        xf.ModalityRoPE(),
+        xf.ModalityRoPE(layers=None),
+        xf.ModalityRoPE(layers=(1, 2), compress=xf.MeanPool(4)),
+        xf.ModalityRoPE(layers=()),
+    ],
+    # Circles need m-RoPE, which these models do not have: the rest of its tests are in fusions/positions.
+    "circle-rope": [xf.CircleRoPE(layers=(), compress=xf.MeanPool(4)), xf.CircleRoPE(layers=())],
+    "gumbel-reorder": [
+        # Without noise and annealing, so that two training forwards can be compared.
+        xf.GumbelReorder(width=16, depth=1, noise=0.0, final_temperature=1.0),
+        xf.GumbelReorder(score="identity"),
+    ],
 }
-
 
 def name_of(fusion: xf.Fusion) -> str:
     """The fusion and the fields that differ from their defaults: a readable test id."""
@@ -55,6 +74,11 @@ def adds_tokens(fusion: xf.Fusion) -> bool:
     return bool(getattr(fusion, "pause_tokens", 0))
 
 
+def keeps_length(fusion: xf.Fusion) -> bool:
+    """It moves tokens or positions and adds none."""
+    return fusion.name in ("modality-rope", "circle-rope", "gumbel-reorder") and fusion.compress is None
+
+
 def gists(fusion: xf.Fusion) -> int:
     return getattr(fusion, "gist_tokens", 0)
 
@@ -68,8 +92,11 @@ EACH = [
 every_fusion = pytest.mark.parametrize("fusion", CONFIGURATIONS, ids=name_of)
 each_fusion = pytest.mark.parametrize("fusion", EACH, ids=name_of)
 identities = pytest.mark.parametrize("fusion", [f for f in CONFIGURATIONS if f.is_identity], ids=name_of)
-cross_attention = pytest.mark.parametrize("fusion", MATRIX["cross-attention"], ids=name_of)
+CROSS_ATTENTION = [f for f in MATRIX["cross-attention"] if f.anchors is None]
+ANCHORED = [f for f in MATRIX["cross-attention"] if f.anchors is not None]
+cross_attention = pytest.mark.parametrize("fusion", CROSS_ATTENTION, ids=name_of)
+anchored_windows = pytest.mark.parametrize("fusion", ANCHORED, ids=name_of)
 bare_cross_attention = pytest.mark.parametrize(  # nothing stands between an image and the next text
-    "fusion", [f for f in MATRIX["cross-attention"] if not gists(f)], ids=name_of
+    "fusion", [f for f in CROSS_ATTENTION if not gists(f)], ids=name_of
 )
 text_anchors = pytest.mark.parametrize("fusion", MATRIX["text-anchors"][:3], ids=name_of)

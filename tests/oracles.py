@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiny import GRID, IMAGE
+from tiny import BOS, GRID, IMAGE, PAD
 
 
 def image_tokens(model: Any, pixel_values: Tensor | None, pool: int = 1) -> list[Tensor]:
@@ -60,30 +60,34 @@ def attend(query: Tensor, keys: list[Tensor], values: list[Tensor], scale: float
     return (weights[..., None] * v).sum(0).flatten()
 
 
-def cross_attention_logits(model: Any, fusion: Any, ids: list[int], images: list[Tensor]) -> Tensor:
+def cross_attention_logits(
+    model: Any, fusion: Any, ids: list[int], images: list[Tensor], prompt: int | None = None
+) -> Tensor:
     """CASA, eq. 1-4, for one unpadded sample. ids with placeholders -> logits (len(ids), V).
 
-    ``images`` are the tokens of each image, after compression, before any norm.
+    ``images`` are the tokens of each image, after compression, before any norm. With ``fusion.anchors`` the text before
+    column ``prompt`` (None: all of it) may be copied.
     """
     decoder, theta = model.model.language_model, model.config.text_config.rope_parameters["rope_theta"]
     # Windows: stream token n (text, or a gist: None) -> window, image tokens of the window that stood before it;
     # window -> image tokens and their stream positions.
-    text, window_of, before, pictures, place, host = [], [], [], {0: []}, {0: []}, []
+    text, window_of, before, pictures, runs, host = [], [], [], {0: []}, {0: []}, []
+    asked: list[tuple[int, int]] = []  # (window, token) of the text that may be copied
     gists = fusion.gist_tokens
     window, after_image, per_image, remaining = 0, False, list(images), 0
-    for token in ids:
+    for column, token in enumerate(ids):
         if token == IMAGE:
             if not after_image:
                 window += 1
-                pictures[window], place[window] = [], []
+                pictures[window], runs[window] = [], []
             if remaining == 0:
                 pictures[window] += list(per_image.pop(0))
                 remaining = GRID * GRID
             remaining -= 1
             after_image = True
             if remaining == 0 and gists:
-                new = len(pictures[window]) - len(place[window])
-                place[window] += [len(text) - new - 1 + i for i in range(1, new + 1)]
+                first = runs[window][-1][1] if runs[window] else 0
+                runs[window].append((first, len(pictures[window]), len(text)))
                 for _ in range(gists):
                     text.append(None)
                     window_of.append(window)
@@ -93,12 +97,16 @@ def cross_attention_logits(model: Any, fusion: Any, ids: list[int], images: list
             window_of.append(window)
             before.append(len(pictures[window]))
             after_image = False
+            if token not in (PAD, BOS) and (prompt is None or column < prompt):
+                asked.append((window, token))
         host.append(len(text) - 1)
     for w in pictures:
         if w and not gists:
             following = next((n for n, k in enumerate(window_of) if k >= w), len(text))
-            count = len(pictures[w])
-            place[w] = [following - count - 1 + i for i in range(1, count + 1)]
+            runs[w] = [(0, len(pictures[w]), following)]
+    pictures = {w: with_copies(decoder, fusion.anchors, w, own, asked) for w, own in pictures.items()}
+    inherit = fusion.anchors is not None and fusion.anchors.positions == "inherit"
+    place = {w: [p for run in own for p in places(run, pictures[w], inherit)] for w, own in runs.items()}
 
     chosen = [i for i in range(len(decoder.layers)) if i % fusion.every == fusion.every - 1]
     gist = decoder.layers[chosen[0]].self_attn.cross.gist
@@ -124,8 +132,12 @@ def cross_attention_logits(model: Any, fusion: Any, ids: list[int], images: list
             for n in range(len(x)):
                 own = window_of[n]
                 oldest = 1 if fusion.history is None else max(1, own - fusion.history + 1)
-                seen = [(y, p) for w in range(oldest, own + 1) for y, p in zip(pictures[w], place[w], strict=True)]
-                seen = seen[: len(seen) - len(pictures[own]) + before[n]]  # a gist: not the next image of its window
+                seen = [
+                    (y, p)
+                    for w in range(oldest, own + 1)
+                    for (m, y), p in zip(pictures[w], place[w], strict=True)
+                    if w < own or m < before[n]  # a gist: not the next image of its window
+                ]
                 if not seen and not (fusion.replace and fusion.joint_text and text[n] is not None):
                     continue
                 query = heads(weights, "q", x[n], width)
@@ -144,10 +156,35 @@ def cross_attention_logits(model: Any, fusion: Any, ids: list[int], images: list
         hidden = [h + layer.mlp(layer.post_attention_layernorm(h)) for h in hidden]
         if fusion.update_images:
             update = layer.mlp, layer.post_attention_layernorm
-            pictures = {w: [y + update[0](update[1](y)) for y in own] for w, own in pictures.items()}
+            pictures = {w: [(m, y + update[0](update[1](y))) for m, y in own] for w, own in pictures.items()}
     rows = [model.lm_head(decoder.norm(h)) for h in hidden]
     nothing = torch.zeros(model.lm_head.out_features)
     return torch.stack([nothing if n < 0 else rows[n] for n in host])
+
+
+def with_copies(
+    decoder: Any, anchors: Any, window: int, images: list[Tensor], asked: list[tuple[int, int]]
+) -> list[tuple[int, Tensor]]:
+    """The image tokens of a window and copies of text up to its end -> [(image token that it stands at, vector)]."""
+    if anchors is None:
+        return list(enumerate(images))
+    texts = {len(images) + k: decoder.embed_tokens(torch.tensor(t)) for k, (w, t) in enumerate(asked) if w <= window}
+    cosine = {
+        (n, m): torch.nn.functional.cosine_similarity(text, image, dim=0).item()
+        for n, text in texts.items()
+        for m, image in enumerate(images)
+    }
+    order = anchored_order(list(range(len(images))), list(texts), cosine, anchors.threshold, anchors.copy_order)
+    return [(m, images[m] if source == m else texts[source]) for m, source in order]
+
+
+def places(run: tuple[int, int, int], tokens: list[tuple[int, Tensor]], inherit: bool) -> list[int]:
+    """Stream positions of one image run (first token, end, what follows), backwards from what follows it."""
+    first, end, following = run
+    own = [m for m, _ in tokens if first <= m < end]
+    if inherit:
+        return [following - end + m for m in own]
+    return [following - len(own) + i for i in range(len(own))]
 
 
 def anchored_order(

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
         unfuse,
     )
     from crossfuse.backbones.composed import VisionLanguageModel
-    from crossfuse.compress import MeanPool
+    from crossfuse.compress import MeanPool, QFormer
     from crossfuse.fusion import FUSIONS, Fusion, make_fusion
     from crossfuse.fusions.anchors import ImageAnchors, TextAnchors
     from crossfuse.fusions.anchors.explain import Anchor, explain_anchors
     from crossfuse.fusions.anchors.user_text import user_text_mask
     from crossfuse.fusions.cross_attention import CrossAttention
     from crossfuse.fusions.insertion import Insertion
+    from crossfuse.fusions.positions import CircleRoPE, ModalityRoPE
+    from crossfuse.fusions.reorder import GumbelReorder
     from crossfuse.streaming.pool import StreamPool
     from crossfuse.streaming.sampling import Decoding
     from crossfuse.streaming.session import StreamSession
@@ -47,13 +49,15 @@ _EXPORTS = {
         "unfuse",
     ),
     "crossfuse.backbones.composed": ("VisionLanguageModel",),
-    "crossfuse.compress": ("MeanPool",),
+    "crossfuse.compress": ("MeanPool", "QFormer"),
     "crossfuse.fusion": ("FUSIONS", "Fusion", "make_fusion"),
     "crossfuse.fusions.anchors": ("ImageAnchors", "TextAnchors"),
     "crossfuse.fusions.anchors.explain": ("Anchor", "explain_anchors"),
     "crossfuse.fusions.anchors.user_text": ("user_text_mask",),
     "crossfuse.fusions.cross_attention": ("CrossAttention",),
     "crossfuse.fusions.insertion": ("Insertion",),
+    "crossfuse.fusions.positions": ("CircleRoPE", "ModalityRoPE"),
+    "crossfuse.fusions.reorder": ("GumbelReorder",),
     "crossfuse.streaming.pool": ("StreamPool",),
     "crossfuse.streaming.sampling": ("Decoding",),
     "crossfuse.streaming.session": ("StreamSession",),
@@ -65,12 +69,16 @@ __all__ = [
     "FUSIONS",
     "Anchor",
     "Calibration",
+    "CircleRoPE",
     "CrossAttention",
     "Decoding",
     "Fusion",
+    "GumbelReorder",
     "ImageAnchors",
     "Insertion",
     "MeanPool",
+    "ModalityRoPE",
+    "QFormer",
     "StreamPool",
     "StreamSession",
     "TextAnchors",

@@ -39,12 +39,10 @@ def fuse(model: Model, fusion: Fusion) -> Model:
     backbone = backbone_for(model)
     body: Any = backbone.body(model)
     refuse_untouchable(body)
-    if backbone.mrope and fusion.compress is not None and not fusion.compress.is_identity:
-        raise NotImplementedError(
-            f"compress={fusion.compress} is not yet implemented for {backbone.family}, whose positions form a grid"
-        )
     fusion.check_model(backbone, model)
     fusion.attach(backbone, model)
+    if fusion.compress is not None:
+        fusion.compress.attach(backbone, model)
     body._fusion, body._backbone = fusion, backbone
     swap(body, FusedBody)
     swap(model, FusedTop)
@@ -62,6 +60,8 @@ def unfuse(model: Model) -> Model:
     refuse_untouchable(body)
     fusion, backbone = body._fusion, body._backbone
     fusion.detach(backbone, model)
+    if fusion.compress is not None:
+        fusion.compress.detach(backbone, model)
     restore(model)
     restore(body)
     del body._fusion, body._backbone
@@ -137,8 +137,9 @@ def from_pretrained(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
     """
     from transformers import AutoModelForImageTextToText
 
-    import crossfuse.backbones  # noqa: F401  (registers composed models with transformers' Auto classes)
+    from crossfuse.backbones.layouts import refuse_foreign_layout  # (its package registers composed models)
 
+    refuse_foreign_layout(name_or_path, **kwargs)
     model = AutoModelForImageTextToText.from_pretrained(name_or_path, **kwargs)
     folder = Path(name_or_path) if Path(name_or_path).is_dir() else _hub_fusion(name_or_path, kwargs)
     if folder is not None and (folder / "fusion.json").is_file():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from crossfuse.backbones.base import Backbone, EncodedImages
+from crossfuse.compress.images import compress_images
 from crossfuse.fusion import Fusion
 from crossfuse.prompt import check_counts, own_columns, refuse_reentrant
 from crossfuse.sequence import (
@@ -22,6 +23,7 @@ from crossfuse.sequence import (
     gather_by,
     packed_segments,
     restarted,
+    triples,
 )
 from crossfuse.streaming.cache import FusionCache
 from crossfuse.swap import Swapped
@@ -95,7 +97,7 @@ class FusedBody(Swapped):
         if layout is None and past == 0 and segment_ids is None and sequence.dummy_features is None:
             # Nothing is inserted or removed: the stock body, so that padded rows too equal the unfused model's bits.
             given = {} if images is None else {"mm_encoder_outputs": images.as_encoder_outputs()}
-            rest = {k: v for k, v in kwargs.items() if not k.startswith("pixel_values")}
+            rest = {k: v for k, v in kwargs.items() if k not in backbone.raw_arguments}
             used = sequence.position_ids if backbone.mrope and position_ids is None else position_ids
             outputs = stock(
                 input_ids=input_ids, attention_mask=attention_mask, position_ids=used, cache=cache,
@@ -195,7 +197,7 @@ class FusedBody(Swapped):
         masks = {name: own_columns(mask, past, length, name) for name, mask in masks.items()}
         embeds = self.get_input_embeddings()(input_ids)  # type: ignore[attr-defined]
         is_image = torch.zeros_like(valid)
-        features, lengths, grids = None, [], []
+        features, lengths, grids, frames = None, [], [], None
         if images is not None and images.features:
             is_image = backbone.is_placeholder(self, input_ids) & valid
             check_counts(is_image, [len(tokens) for tokens in images.features])
@@ -203,7 +205,20 @@ class FusedBody(Swapped):
                 position_ids = backbone.positions(self, input_ids, valid, arguments)
                 if position_ids is not None and segment_ids is not None:
                     position_ids = restarted(position_ids, segment_ids)
-            embeds, valid, is_image, features, lengths, grids = self._place(embeds, valid, is_image, images)
+            grids, lengths = images.grids, [len(tokens) for tokens in images.features]
+            features = torch.cat(images.features).to(embeds.device)
+            compress = fusion.active_compression
+            if compress is not None:
+                left = compress_images(
+                    compress, compress.weights(self), images.features, grids, is_image,
+                    triples(position_ids, rows), segment_ids,
+                )  # fmt: skip
+                void = torch.zeros_like(is_image).masked_scatter(is_image, ~left.kept.to(is_image.device))
+                valid, is_image = valid & ~void, is_image & ~void
+                features, lengths = torch.cat(left.features).to(embeds.device), [len(t) for t in left.features]
+                grids, frames, position_ids = left.grids, left.frames, left.position_ids
+            if not fusion.drops_images:
+                embeds = embeds.masked_scatter(is_image[..., None], features.to(embeds.dtype))
         start = torch.zeros(rows, dtype=torch.long, device=input_ids.device)
         if cache is not None and cache.next_position is not None:
             start = cache.next_position.to(input_ids.device)
@@ -212,12 +227,11 @@ class FusedBody(Swapped):
         videos += [False] * (len(lengths) - len(videos))
         dummy = None
         if self._needs_dummy({}, None if images is None else {"image": images}):
-            dummy = backbone.dummy_features(self)  # type: ignore[arg-type]
+            dummy = self._dummy_features()
         return MultimodalSequence(
             input_ids=input_ids, embeds=embeds, valid=valid, is_image=is_image, image_features=features,
-            image_lengths=lengths,
-            is_video=videos, image_grids=grids, position_ids=position_ids, start=start, segments=segment_ids,
-            **masks, special_ids=backbone.special_ids(self), dummy_features=dummy,
+            image_lengths=lengths, is_video=videos, image_grids=grids, image_frames=frames, position_ids=position_ids,
+            start=start, segments=segment_ids, **masks, special_ids=backbone.special_ids(self), dummy_features=dummy,
         )  # fmt: skip
 
     def _user_positions(
@@ -227,13 +241,11 @@ class FusedBody(Swapped):
 
         After a cache they go on from its own next position: what was inserted or removed before is known to it alone.
         """
-        compress = self._fusion.compress
-        if position_ids is None or (compress is not None and not compress.is_identity):
+        position_ids = triples(position_ids, rows)
+        if position_ids is None:
             return None
-        if position_ids.shape[0] == 4 and position_ids.ndim == 3:
-            position_ids = position_ids[1:]  # the first row is transformers' text-only counter
-        if position_ids.shape[-2] == 1:
-            position_ids = position_ids.expand(*position_ids.shape[:-2], rows, -1)
+        if position_ids.ndim == 2 and self._fusion.active_compression is not None:
+            return None
         if position_ids.ndim == 2:
             return None if past else position_ids
         if not past:
@@ -241,33 +253,19 @@ class FusedBody(Swapped):
         first = valid.long().argmax(1)
         return position_ids - position_ids.gather(-1, first.expand(3, -1)[..., None]) + start[:, None]
 
-    def _place(self, embeds: Tensor, valid: Tensor, is_image: Tensor, images: EncodedImages) -> tuple[Any, ...]:
-        """Image tokens into their placeholders. After compression they stand at the last ones of their image, so that
-        what follows an image follows its tokens; the surplus placeholders are void."""
-        lengths = [len(tokens) for tokens in images.features]
-        compress, grids = self._fusion.compress, images.grids
-        features = torch.cat(images.features).to(embeds.device)
-        if compress is not None and not compress.is_identity:
-            pooled = [compress(tokens, grid) for tokens, grid in zip(images.features, grids, strict=True)]
-            kept = torch.cat(
-                [
-                    torch.arange(old, device=embeds.device) >= old - len(new)
-                    for old, new in zip(lengths, pooled, strict=True)
-                ]
-            )
-            surplus = torch.zeros_like(is_image).masked_scatter(is_image, ~kept)
-            valid, is_image = valid & ~surplus, is_image & ~surplus
-            features, lengths = torch.cat(pooled).to(embeds.device), [len(tokens) for tokens in pooled]
-            grids = [None if grid is None else compress.grid(grid) for grid in grids]
-        if not self._fusion.drops_images:
-            embeds = embeds.masked_scatter(is_image[..., None], features.to(embeds.dtype))
-        return embeds, valid, is_image, features, lengths, grids
+    def _dummy_features(self) -> Tensor:
+        """(n, d): a blank image through all that is trained on the way to the fusion."""
+        dummy = self._backbone.dummy_features(self)  # type: ignore[arg-type]
+        compress = self._fusion.active_compression
+        weights = None if compress is None else compress.weights(self)
+        return dummy if weights is None else weights(dummy[None])[0]
 
     def _needs_dummy(self, arguments: dict[str, Any], encoded: Any) -> bool:
         """A training step without images still runs tower, projector and cross-attention, so ranks stay in step."""
         if not self.training or not torch.is_grad_enabled():  # type: ignore[attr-defined]
             return False
-        if arguments.get("pixel_values") is not None or (encoded and encoded.get("image") is not None):
+        given = [arguments.get(name) for name in self._backbone.raw_arguments if name != "pixel_values_videos"]
+        if any(value is not None for value in [*given, *((encoded or {}).get(m) for m in ("image", "audio"))]):
             return False
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return True

@@ -36,7 +36,8 @@ class FusedTop(Swapped):
             if kwargs.get(name) is None:
                 kwargs.pop(name, None)
         if not self.training:  # type: ignore[attr-defined]
-            check_pixels(kwargs.get("pixel_values"))
+            for name in backbone.raw_arguments:
+                check_pixels(kwargs.get(name), name)
         if labels is not None and fusion.needs_prompt and "prompt_mask" not in kwargs:
             kwargs["prompt_mask"] = prompt_before_labels(labels, kwargs.get("segment_ids"))
         if labels is not None and fusion.needs_prompt and "answer_starts" not in kwargs:
@@ -82,7 +83,8 @@ class FusedTop(Swapped):
             inputs, kwargs = None, {**kwargs, "input_ids": input_ids}
             if kwargs.get("cache") is None:
                 kwargs = left_pad(kwargs)
-            check_pixels(kwargs.get("pixel_values"))
+            for name in backbone.raw_arguments:
+                check_pixels(kwargs.get(name), name)
             ids = kwargs["input_ids"]
             if fusion.needs_prompt and not fusion.is_identity and kwargs.get("prompt_mask") is None:
                 kwargs["prompt_mask"] = torch.ones_like(ids, dtype=torch.bool)

@@ -22,6 +22,9 @@ FUSIONS: dict[str, str] = {
     "text-anchors": "crossfuse.fusions.anchors:TextAnchors",
     "image-anchors": "crossfuse.fusions.anchors:ImageAnchors",
     "cross-attention": "crossfuse.fusions.cross_attention:CrossAttention",
+    "modality-rope": "crossfuse.fusions.positions:ModalityRoPE",
+    "circle-rope": "crossfuse.fusions.positions:CircleRoPE",
+    "gumbel-reorder": "crossfuse.fusions.reorder:GumbelReorder",
 }
 
 
@@ -34,14 +37,27 @@ class Fusion:
     """
 
     name: ClassVar[str]
-    needs_prompt: ClassVar[bool] = False  # must it know where the prompt ends (so that answers cannot leak)?
-
     compress: Compression | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def is_identity(self) -> bool:
         """True where this configuration can never change anything: the stock model is then called untouched."""
         return False
+
+    @property
+    def active_compression(self) -> Compression | None:
+        """`compress`, unless it changes nothing."""
+        return None if self.compress is None or self.compress.is_identity else self.compress
+
+    @property
+    def needs_prompt(self) -> bool:
+        """True where it must know where the prompt ends, so that no answer can leak."""
+        return False
+
+    @property
+    def streams(self) -> bool:
+        """True where text and images may come piece by piece, without an end in sight."""
+        return not self.needs_prompt
 
     @property
     def drops_images(self) -> bool:
@@ -68,7 +84,7 @@ class Fusion:
 
     def needs_whole_images(self, backbone: Backbone) -> bool:
         """True where a prefill may not be cut inside an image."""
-        return self.compress is not None and not self.compress.is_identity
+        return self.active_compression is not None
 
     def extra_embeddings(self, backbone: Backbone, body: Any, layout: Layout) -> Tensor | None:
         """(E, d) embeddings of the layout's extra tokens, or None."""
@@ -87,6 +103,7 @@ class Fusion:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if self.compress is not None:
             fields["compress"] = self.compress.to_dict()
+        fields = {name: value.to_dict() if isinstance(value, Fusion) else value for name, value in fields.items()}
         return {"name": self.name, **fields}
 
 
@@ -110,6 +127,8 @@ def make_fusion(name: str, **fields: Any) -> Fusion:
         from crossfuse.compress import make_compression
 
         fields["compress"] = make_compression(**fields["compress"])
+    if isinstance(fields.get("anchors"), dict):
+        fields["anchors"] = make_fusion(**fields["anchors"])
     if isinstance(fields.get("exclude_token_ids"), list):
         fields["exclude_token_ids"] = tuple(fields["exclude_token_ids"])
     return cls(**fields)

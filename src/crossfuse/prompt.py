@@ -36,14 +36,14 @@ def answer_starts(labels: Tensor) -> Tensor:
     return supervised & ~torch.nn.functional.pad(supervised[:, :-1], (1, 0), value=False)
 
 
-def check_pixels(pixel_values: Any) -> None:
-    """ValueError where an image holds NaN or infinite pixels."""
+def check_pixels(pixel_values: Any, name: str = "pixel_values") -> None:
+    """ValueError where an image (or what ``name`` holds) has NaN or infinite values."""
     if not isinstance(pixel_values, Tensor) or not pixel_values.is_floating_point():
         return
     finite = torch.isfinite(pixel_values)
     if not bool(finite.all()):
         first = int((~finite.flatten(1).all(1)).nonzero()[0])
-        raise ValueError(f"pixel_values[{first}] holds NaN or infinite values; check how the image was decoded")
+        raise ValueError(f"{name}[{first}] holds NaN or infinite values; check how the input was decoded")
 
 
 def check_supervision(

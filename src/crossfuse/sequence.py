@@ -25,6 +25,7 @@ class MultimodalSequence:
     image_lengths: list[int]  # tokens of each image, sum N
     is_video: list[bool]  # of each image
     image_grids: list[tuple[int, int] | None]  # (rows, columns) of each image
+    image_frames: list[int] | None  # of each image, where compression has counted them; None: positions tell
     position_ids: Tensor | None  # (B, L) or (3, B, L): the user's
     start: Tensor  # (B,) long: position of the first token of this call
     segments: Tensor | None = None  # (B, L) long: samples of a packed row, -1 for padding
@@ -53,11 +54,14 @@ class MultimodalSequence:
     def plain_layout(self) -> Layout:
         """Every real token once, in the order of the input."""
         rows, length = self.input_ids.shape
-        columns = torch.arange(length, device=self.input_ids.device).expand(rows, length)
-        if bool(self.valid.all()):
-            return Layout(source=columns, host=columns)
-        source = left_padded(columns, self.valid)
-        return Layout(source=source, host=source)
+        source = torch.arange(length, device=self.input_ids.device).expand(rows, length)
+        if not bool(self.valid.all()):
+            source = left_padded(source, self.valid)
+        layout = Layout(source=source, host=source)
+        if self.position_ids is not None and self.position_ids.ndim == 3:  # the grids of images cannot be counted
+            layout.position_ids = gather_by(self.position_ids, source).clamp(min=0)
+            layout.next_position = self.following_position()
+        return layout
 
 
 @dataclasses.dataclass(eq=False)
@@ -174,6 +178,17 @@ def count_positions(real: Tensor, segments: Tensor | None = None) -> Tensor:
         before = torch.nn.functional.pad(segments[:, :-1], (1, 0), value=-2)
         count = count - torch.where(segments != before, count - real.long(), 0).cummax(1).values
     return (count - 1).clamp(min=0)
+
+
+def triples(position_ids: Tensor | None, rows: int) -> Tensor | None:
+    """Positions as transformers passes them -> (3, B, L) of m-RoPE, or (B, L)."""
+    if position_ids is None:
+        return None
+    if position_ids.shape[0] == 4 and position_ids.ndim == 3:
+        position_ids = position_ids[1:]  # the first row is transformers' text-only counter
+    if position_ids.shape[-2] == 1:
+        position_ids = position_ids.expand(*position_ids.shape[:-2], rows, -1)
+    return position_ids
 
 
 def restarted(positions: Tensor, segments: Tensor) -> Tensor:

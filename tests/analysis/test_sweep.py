@@ -76,7 +76,7 @@ def test_unknown_fields_and_bad_values_are_refused_before_anything_runs():
     with pytest.raises(ValueError, match=r"no field 'treshold' \(did you mean 'threshold'\?\)"):
         sweep(llava(), xf.TextAnchors(), "treshold", [1], never)
     with pytest.raises(ValueError, match="fields of a recipe need --train"):
-        sweep(llava(), xf.TextAnchors(), "lora_rank", [1], never)
+        sweep(llava(), xf.TextAnchors(), "lora.rank", [1], never)
     with pytest.raises(ValueError, match="threshold must be at least 0"):
         sweep(llava(), xf.TextAnchors(), "threshold", [0.1, -1], never)
     with pytest.raises(ValueError, match="at least one value"):

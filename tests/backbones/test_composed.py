@@ -142,7 +142,7 @@ def test_a_projector_of_your_own(tmp_path):
     assert torch.equal(logits(loaded, inputs), logits(model, inputs))
     with pytest.raises(ValueError, match="makes tokens of width 7; the LLM's width is 32"):
         composed("llama", "cnn", projector=nn.Linear(24, 7))
-    with pytest.raises(ValueError, match="refuses image tokens of width 24"):
+    with pytest.raises(ValueError, match="refuses tokens of width 24"):
         composed("llama", "cnn", projector=nn.Linear(5, WIDTH))
     assert isinstance(composed("llama", "cnn", projector="linear").model.multi_modal_projector, nn.Linear)
 

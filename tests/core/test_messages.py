@@ -95,7 +95,7 @@ def test_fusions_are_frozen():
 def test_pixels_that_are_not_finite_name_the_image(fusion, value):
     model, inputs = fused(fusion), batch([1, I, 2], [1, I, 2])
     inputs["pixel_values"][1, 0, 3, 3] = value
-    message = r"pixel_values\[1\] holds NaN or infinite values; check how the image was decoded"
+    message = r"pixel_values\[1\] holds NaN or infinite values; check how the input was decoded"
     with pytest.raises(ValueError, match=message):
         model(**inputs)
     with pytest.raises(ValueError, match=message):

@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, LlavaForConditionalGeneration
 
 import crossfuse as xf
-from matrix import each_fusion
+from matrix import each_fusion, keeps_length
 from tiny import IMAGE, I, batch, clone, fused, generate, labelled, llava, logits, rows_of
 
 ROWS = [[2, I, 4], [3, I, 1, I, 4]]
@@ -78,9 +78,11 @@ def test_fused_is_a_context_that_always_unfuses():
 @each_fusion
 def test_fusing_again_after_unfusing_gives_the_same_model(fusion):
     model, inputs = llava(), labelled(batch(*ROWS))
+    torch.manual_seed(0)  # some fusions draw their new weights
     xf.fuse(model, fusion)
     first = logits(model, inputs)
     xf.unfuse(model)
+    torch.manual_seed(0)
     xf.fuse(model, fusion)
     assert torch.equal(logits(model, inputs), first)
 
@@ -113,7 +115,7 @@ def test_a_fusion_class_instead_of_a_fusion_is_refused():
 def dispatched(model):
     from accelerate import dispatch_model
 
-    parts = ("model.vision_tower", "model.multi_modal_projector", "model.language_model", "lm_head")
+    parts = [f"model.{name}" for name, _ in model.model.named_children()] + ["lm_head"]
     return dispatch_model(model, device_map=dict.fromkeys(parts, "cpu"), main_device="cpu", force_hooks=True)
 
 
@@ -224,7 +226,7 @@ def test_hidden_states_and_attentions_come_in_fused_length_with_readout(fusion):
     if fusion.is_identity:
         assert fused_length == length
         return
-    assert fused_length != length
+    assert (fused_length == length) == keeps_length(fusion)
     assert {h.shape[1] for h in out.hidden_states} == {fused_length}
     kept = [a for a in out.attentions if a is not None]
     assert {a.shape[2:] for a in kept} == {(fused_length, fused_length)}

@@ -31,6 +31,8 @@ def test_every_trainable_parameter_receives_gradient_and_no_frozen_one(fusion):
         assert torch.isfinite(found[name]).all(), name
         if name.endswith("cross.k_proj.bias") and not fusion.joint_text:
             continue  # one bias for all keys shifts every score alike: its gradient is identically zero
+        if name.endswith("attention.key.bias"):  # the same in the Q-Former
+            continue
         assert found[name].abs().sum() > 0, name
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from crossfuse.analysis.cost import count_operations, prompt_cost
+from crossfuse.analysis.cost import compressed_tokens, compression_module, count_operations, prompt_cost
 from crossfuse.backbones import backbone_for
 from crossfuse.fusion import Fusion
 from crossfuse.fusions.cross_attention import CrossAttention
@@ -57,11 +57,13 @@ def predict(model: Any, name: str, fusion: Fusion, text_tokens: int, image_token
 
 def added_parameters(model: Any, fusion: Fusion) -> int:
     """New weights of a fusion: what `crossfuse.fusion_parameters` would count after fusing."""
-    if not isinstance(fusion, CrossAttention):
-        return 0
     decoder = _decoder(model)
     width = decoder.get_input_embeddings().weight.shape[1]
-    count = fusion.gist_tokens * width
+    compressor = compression_module(fusion.active_compression, width)
+    count = 0 if compressor is None else sum(p.numel() for p in compressor.parameters())
+    if not isinstance(fusion, CrossAttention):
+        return count
+    count += fusion.gist_tokens * width
     for index in fusion.layer_indices(len(decoder.layers)):
         layer = decoder.layers[index]
         count += fusion.gate == "tanh"
@@ -75,6 +77,7 @@ def added_parameters(model: Any, fusion: Fusion) -> int:
 def cache_bytes(model: Any, fusion: Fusion, text_tokens: int, image_tokens: int, images: int) -> int:
     """Bytes of the cache after ``images`` turns of one image and ``text_tokens`` of text each."""
     decoder = _decoder(model)
+    image_tokens = compressed_tokens(fusion, image_tokens)
     layers, entry = len(decoder.layers), _entry_bytes(decoder)
     if not isinstance(fusion, CrossAttention):
         return images * (image_tokens + text_tokens) * layers * entry

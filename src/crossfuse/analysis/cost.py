@@ -6,8 +6,7 @@ products. One multiply-add is two operations; softmax, norms and activations are
 the full square.
 
 Letters: N image tokens after compression, T text tokens, d model width, a = query heads x head size, b = key
-    heads x
-head size.
+heads x head size.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from crossfuse.backbones import backbone_for
+from crossfuse.compress import Compression, QFormer
 from crossfuse.fusion import Fusion
 from crossfuse.fusions.anchors import ImageAnchors, TextAnchors
 from crossfuse.fusions.cross_attention import CrossAttention
@@ -35,7 +35,7 @@ class PromptCost:
     image_tokens: int
     text_tokens: int
     vision: int | None  # tower and projector; None where the number of image tokens was given
-    prefill: int
+    prefill: int  # a Q-Former's operations are part of it
     decode: int
 
 
@@ -60,7 +60,8 @@ def prompt_cost(model: Any, fusion: Fusion, *, text_tokens: int = 50, image_toke
 
     Args:
         model: not fused, on the device "meta" (`ValueError` otherwise).
-        fusion: any registered one. Anchors are counted with their `share` of tokens copied, 0.1 where they have none.
+        fusion: any registered one. Anchors are counted with their `share` of tokens copied, 0.1 where they have none;
+            inside the windows of cross-attention too.
         text_tokens: T, at least 1.
         image_tokens: N before compression; by default that of an image of the vision tower's own size, whose
             operations are then counted too. Families without such a size need it (`ValueError` otherwise).
@@ -74,26 +75,54 @@ def prompt_cost(model: Any, fusion: Fusion, *, text_tokens: int = 50, image_toke
     vision = None
     if image_tokens is None:
         vision, image_tokens = _one_image(body)
-    if fusion.compress is not None:
-        rows, columns = fusion.compress.grid(_square(image_tokens))
-        image_tokens = rows * columns
+    compressing = 0
+    if fusion.active_compression is not None:
+        compressing = _compressing(fusion.active_compression, image_tokens, width)
+        image_tokens = compressed_tokens(fusion, image_tokens)
     head = 2 * width * model.get_output_embeddings().weight.shape[0]
     if isinstance(fusion, CrossAttention):
+        copies, matching = _copies(fusion.active_anchors, image_tokens, text_tokens, width)
         text_tokens += fusion.gist_tokens
-        extra_prefill, extra_decode = _cross_attention(decoder, fusion, image_tokens, text_tokens)
-        prefill = _decoder(decoder, text_tokens, width) + extra_prefill
+        extra_prefill, extra_decode = _cross_attention(decoder, fusion, image_tokens + copies, text_tokens)
+        prefill = _decoder(decoder, text_tokens, width) + extra_prefill + matching
         decode = _decoder(decoder, 1, width, cached=text_tokens) + extra_decode
     else:
         added, matching = _copies(fusion, image_tokens, text_tokens, width)
         length = image_tokens + text_tokens + added
         prefill = _decoder(decoder, length, width) + matching
         decode = _decoder(decoder, 1, width, cached=length)
-    return PromptCost(image_tokens, text_tokens, vision, prefill + head, decode + head)
+    return PromptCost(image_tokens, text_tokens, vision, prefill + compressing + head, decode + head)
 
 
-def _copies(fusion: Fusion, images: int, texts: int, width: int) -> tuple[int, int]:
+def compressed_tokens(fusion: Fusion, image_tokens: int) -> int:
+    """Tokens that are left of an image (on a square grid, where the compression needs one)."""
+    compress = fusion.active_compression
+    if compress is None:
+        return image_tokens
+    return compress.tokens(image_tokens, _square(image_tokens) if compress.keeps_grid else None)
+
+
+def compression_module(compress: Compression | None, width: int) -> torch.nn.Module | None:
+    """The new weights of a compression, without storage; None where it has none."""
+    if not isinstance(compress, QFormer):
+        return None
+    from crossfuse.compress.q_former import QueryTransformer
+
+    with torch.device("meta"):
+        return QueryTransformer(compress, width).requires_grad_(False)  # the counter trips over gradients
+
+
+def _compressing(compress: Compression, image_tokens: int, width: int) -> int:
+    module = compression_module(compress, width)
+    if module is None:
+        return 0
+    image = torch.empty(1, image_tokens, width, device="meta")
+    return count_operations(lambda: module(image))
+
+
+def _copies(fusion: Fusion | None, images: int, texts: int, width: int) -> tuple[int, int]:
     """(positions that anchors add, operations of the cosines)."""
-    if fusion.is_identity or not isinstance(fusion, TextAnchors | ImageAnchors):
+    if fusion is None or fusion.is_identity or not isinstance(fusion, TextAnchors | ImageAnchors):
         return 0, 0
     candidates = texts if isinstance(fusion, TextAnchors) else images
     copies = 0 if fusion.threshold >= 1 else round((fusion.share or ASSUMED_SHARE) * candidates)

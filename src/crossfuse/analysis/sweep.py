@@ -106,19 +106,18 @@ def sweep(
         ValueError: a field that neither has, a field of the recipe without one, or metrics that differ between values.
     """
     of_fusion = {f.name for f in dataclasses.fields(fusion)}
-    of_recipe = set(Recipe.model_fields) if recipe is not None else set()
+    recipe_fields = set(Recipe.field_names())
+    of_recipe = recipe_fields if recipe is not None else set()
     if field not in of_fusion | of_recipe:
-        known = sorted(of_fusion | set(Recipe.model_fields))
-        hint = "; fields of a recipe need --train" if field in Recipe.model_fields else nearest(field, known)
+        hint = nearest(field, sorted(of_fusion | recipe_fields))
+        if field in recipe_fields:
+            hint = "; fields of a recipe need --train"
         raise ValueError(f"{fusion.name} has no field {field!r}{hint}")
     if not values:
         raise ValueError("a sweep needs at least one value")
     # Every variant is made before the first is run: a bad last value should not cost the ones before it.
     variants = [dataclasses.replace(fusion, **{field: v}) if field in of_fusion else fusion for v in values]
-    recipes = [
-        recipe if recipe is None or field in of_fusion else Recipe.model_validate(recipe.model_dump() | {field: v})
-        for v in values
-    ]
+    recipes = [recipe if recipe is None or field in of_fusion else recipe.changed({field: v}) for v in values]
     rows: list[dict[str, float]] = []
     for variant, chosen in zip(variants, recipes, strict=True):
         rows.append(_one(model, variant, chosen, train, evaluate))

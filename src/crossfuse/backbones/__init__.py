@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from crossfuse.backbones.base import Backbone
 from crossfuse.backbones.composed import ComposedBackbone
+from crossfuse.backbones.composed_audio_backbone import AudioBackbone
 from crossfuse.backbones.llava import LlavaBackbone
 from crossfuse.backbones.qwen2_5_vl import QwenVLBackbone
 
@@ -18,6 +19,7 @@ _BACKBONES: tuple[Backbone, ...] = (
     LlavaBackbone(),
     QwenVLBackbone(),
     ComposedBackbone(),
+    AudioBackbone(),
 )
 
 

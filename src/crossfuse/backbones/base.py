@@ -32,6 +32,7 @@ class Backbone:
     family: ClassVar[str]
     architectures: ClassVar[tuple[str, ...]]
     image_arguments: ClassVar[tuple[str, ...]]  # keyword arguments that feed the vision side
+    raw_arguments: ClassVar[tuple[str, ...]] = ("pixel_values", "pixel_values_videos")  # what is not encoded yet
     mrope: ClassVar[bool] = False  # positions have three rows: time, height, width
 
     def body(self, model: nn.Module) -> Any:

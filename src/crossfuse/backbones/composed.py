@@ -5,7 +5,7 @@ Importing this module makes the Auto classes know them: `AutoConfig`, `AutoModel
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
@@ -29,7 +29,7 @@ class ComposedBackbone(Backbone):
 
     family = "composed"
     architectures = ("VisionLanguageModel",)
-    image_arguments = ("pixel_values", "image_grid_thw")
+    image_arguments: ClassVar[tuple[str, ...]] = ("pixel_values", "image_grid_thw")
 
     def encode(self, body: Any, mm_encoder_outputs: Any, arguments: dict[str, Any]) -> EncodedImages | None:
         outputs = (mm_encoder_outputs or {}).get("image")

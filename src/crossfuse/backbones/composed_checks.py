@@ -23,11 +23,9 @@ def check_projector(model: Any) -> None:
     projector, wanted = model.model.multi_modal_projector, text_config.hidden_size
     weight = next(projector.parameters(), torch.zeros(()))
     try:
-        made = projector(weight.new_zeros(2, model.config.vision_hidden_size)).shape[-1]
+        made = projector(weight.new_zeros(2, model.config.encoder_width)).shape[-1]
     except RuntimeError as error:
-        raise ValueError(
-            f"the projector refuses image tokens of width {model.config.vision_hidden_size}: {error}"
-        ) from None
+        raise ValueError(f"the projector refuses tokens of width {model.config.encoder_width}: {error}") from None
     if made != wanted:
         raise ValueError(f"the projector makes tokens of width {made}; the LLM's width is {wanted}")
 

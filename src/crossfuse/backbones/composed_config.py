@@ -41,3 +41,13 @@ class ComposedConfig(PreTrainedConfig):
     vision_class: str | None = None
     projector_class: str | None = None
     tie_word_embeddings: bool = False
+
+    @property
+    def placeholder_id(self) -> int:
+        """The token that stands for one encoder token."""
+        return self.image_token_id
+
+    @property
+    def encoder_width(self) -> int:
+        """Channels of one encoder token before the projector."""
+        return self.vision_hidden_size

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crossfuse.backbones.composed_config import ComposedConfig
 from crossfuse.backbones.composed_processor import IMAGE_TOKEN
 from crossfuse.backbones.gguf import load_text_gguf
 
@@ -183,10 +182,9 @@ def probe(vision: Any, side: int | None, layer: int | None) -> VisionShape:
     return VisionShape(tokens[0].shape[-1], grids[0], False)
 
 
-def build_projector(config: ComposedConfig) -> nn.Module:
+def build_projector(config: Any) -> nn.Module:
     """ "mlp": two layers, as LLaVA-1.5's; "linear": one."""
-    text_config: Any = config.text_config
-    width, hidden = config.vision_hidden_size, text_config.hidden_size
+    width, hidden = config.encoder_width, config.text_config.hidden_size
     if config.projector_type == "linear":
         return nn.Linear(width, hidden)
     return MLPProjector(width, hidden, config.projector_hidden_act)

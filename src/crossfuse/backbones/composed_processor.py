@@ -18,7 +18,7 @@ _FLATTEN = """{%- set vision = namespace(messages=[]) -%}
 {%- else -%}
 {%- set written = namespace(text='') -%}
 {%- for part in message['content'] -%}
-{%- if part['type'] == 'image' -%}{%- set written.text = written.text + 'IMAGE_TOKEN' + DELIMITER -%}
+{%- if part['type'] == 'PART' -%}{%- set written.text = written.text + 'IMAGE_TOKEN' + DELIMITER -%}
 {%- elif part['type'] == 'text' -%}{%- set written.text = written.text + part['text'] -%}{%- endif -%}
 {%- endfor -%}
 {%- set vision.messages = vision.messages + [dict(message, content=written.text)] -%}
@@ -33,10 +33,22 @@ _PLAIN = """{%- for message in messages -%}
 {%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"""
 
 
-def vision_chat_template(template: str | None, image_token: str = IMAGE_TOKEN, delimiter: str = "\n") -> str:
-    """The chat template of a text-only LLM (or a plain one), made to take messages that hold images."""
+def vision_chat_template(
+    template: str | None, image_token: str = IMAGE_TOKEN, delimiter: str = "\n", part: str = "image"
+) -> str:
+    """The chat template of a text-only LLM (or a plain one), made to take messages that hold images (or another
+    ``part``)."""
     flatten = _FLATTEN.replace("IMAGE_TOKEN", image_token).replace("DELIMITER", repr(delimiter))
-    return flatten + (template or _PLAIN)
+    return flatten.replace("PART", part) + (template or _PLAIN)
+
+
+def with_delimiters(text: Any, token: str, delimiter: str) -> Any:
+    """Texts with the delimiter behind every run of placeholders that lacks it."""
+    if not isinstance(text, list) or not delimiter:
+        return text
+    placeholder, wanted = re.escape(token), re.escape(delimiter)
+    missing = re.compile(f"({placeholder})(?!{wanted}|{placeholder})")
+    return [missing.sub(lambda m: m[1] + delimiter, sample) for sample in text]
 
 
 class ComposedProcessor(ProcessorMixin):
@@ -78,11 +90,7 @@ class ComposedProcessor(ProcessorMixin):
     def prepare_inputs_layout(self, images: Any = None, text: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the base class, with the delimiter after every image of ``text`` that lacks it."""
         images, text, videos, audio = super().prepare_inputs_layout(images, text, *args, **kwargs)
-        if isinstance(text, list) and self.delimiter:
-            token, delimiter = re.escape(self.image_token), re.escape(self.delimiter)
-            missing = re.compile(f"({token})(?!{delimiter}|{token})")
-            text = [missing.sub(lambda m: m[1] + self.delimiter, sample) for sample in text]
-        return images, text, videos, audio
+        return images, with_delimiters(text, self.image_token, self.delimiter), videos, audio
 
     def replace_image_token(self, image_inputs: dict[str, Any], image_idx: int, **kwargs: Any) -> str:
         if "image_grid_thw" in image_inputs:

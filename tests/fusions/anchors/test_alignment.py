@@ -15,10 +15,10 @@ from crossfuse.fusions.anchors.alignment import (
     AlignedCollator,
     aligned_forward,
     alignment_loss,
-    clip_patch_words,
     named_patches,
 )
-from crossfuse.training.recipe import Recipe
+from crossfuse.fusions.anchors.patch_labels import ClipLabeller, clip_patch_words
+from crossfuse.training.recipe import Recipe, Trainable
 from crossfuse.training.trainer import fine_tune, prepare_trainable
 from tiny import I, assert_close, batch, labelled, llava
 
@@ -117,13 +117,18 @@ def test_a_recipe_trains_with_it_and_raises_the_cosines(embedded):
 
     before = aligned(model)
     recipe = Recipe(
-        steps=4, batch_size=8, learning_rate=3e-3, warmup_steps=0, alignment_weight=1.0, train_projector=True
+        steps=4,
+        batch_size=8,
+        learning_rate=3e-3,
+        warmup_steps=0,
+        alignment_weight=1.0,
+        trainable=Trainable(projector="full"),
     )
     trained = prepare_trainable(model, recipe)
     fine_tune(trained, records, collator, recipe)
     trained.eval()
     assert aligned(trained) < before - 0.05
-    with pytest.raises(ValueError, match="moves nothing while the projector is frozen; set train_projector=True"):
+    with pytest.raises(ValueError, match=r"the projector is frozen; set trainable\.projector to full"):
         Recipe(alignment_weight=1.0)
 
 
@@ -156,3 +161,32 @@ def test_a_clip_model_labels_patches_over_a_word_list():
     ]  # fmt: skip
     assert len(clip_patch_words(clip, processor, None, words, (4, 4), least=0.0)) == 16
     assert clip_patch_words(clip, processor, None, words, (2, 2), least=1.1) == []
+
+
+def test_a_labeller_names_what_has_no_boxes_and_leaves_given_pairs_alone(monkeypatch):
+    from crossfuse.data.records import Record
+    from crossfuse.fusions.anchors import patch_labels
+
+    _, processor = xf.load_embedded()
+    seen = []
+
+    def label(model, clip_processor, image, words, grid, least):
+        seen.append(image.size)
+        return [[3, words[0]], [5, words[1]]]
+
+    monkeypatch.setattr(patch_labels, "clip_patch_words", label)
+    labeller = ClipLabeller(None, None, ["circle", "square"])
+    scene = next(iter(scene_records("test", 1)))
+    bare = Record.of_question("bare", "what is this?", "circle", scene.images)
+    grid = (8, 8)
+    found = named_patches(processor, bare, grid, labeller)
+    circle = set(processor.tokenizer.encode(" circle", add_special_tokens=False))
+    assert found.keys() == {3, 5}
+    assert circle & found[3]
+    named_patches(processor, bare, grid, labeller)
+    assert len(seen) == 1  # a second epoch costs nothing
+    assert named_patches(processor, scene, grid, labeller) == named_patches(processor, scene, grid)
+    with pytest.raises(ValueError, match="at least 2 words; got 1"):
+        ClipLabeller(None, None, ["circle"])
+    with pytest.raises(ValueError, match="got 0 label_words"):
+        Recipe(alignment_weight=1.0, trainable=Trainable(projector="full"), label_model="somewhere")

@@ -18,6 +18,7 @@ from torch.nn.functional import log_softmax, normalize
 from crossfuse.data.collate import Collator
 from crossfuse.data.images import open_image
 from crossfuse.data.records import Record
+from crossfuse.fusions.anchors.patch_labels import ClipLabeller
 
 TEMPERATURE = 0.07
 
@@ -44,10 +45,12 @@ class AlignedCollator:
     add none.
 
     word_ids: further token ids that serve as wrong answers; by default only the words of the batch.
+    labeller: names the patches of records that bring neither boxes nor pairs of their own.
     """
 
     collator: Collator
     word_ids: Sequence[int] = ()
+    labeller: ClipLabeller | None = None
 
     def __call__(self, records: Sequence[Record]) -> dict[str, Any]:
         batch = self.collator(records)
@@ -60,7 +63,7 @@ class AlignedCollator:
             total = int((batch["input_ids"][row] == placeholder).sum())
             if len(record.images) == 1 and total:
                 grid = image_grid(batch, processor, image, total)
-                for patch, ids in named_patches(processor, record, grid).items():
+                for patch, ids in named_patches(processor, record, grid, self.labeller).items():
                     tokens.append(start + patch)
                     words.append(sorted(ids))
             start += total
@@ -102,12 +105,14 @@ def aligned_forward(model: Any, inputs: dict[str, Any], weight: float) -> Any:
     return outputs
 
 
-def named_patches(processor: Any, record: Record, grid: tuple[int, int]) -> dict[int, set[int]]:
+def named_patches(
+    processor: Any, record: Record, grid: tuple[int, int], labeller: ClipLabeller | None = None
+) -> dict[int, set[int]]:
     """Image token -> ids of the words that name what it shows, by the boxes of the record's ``meta``.
 
     ``meta["objects"]``: ``[{"name": "red circle", "box": [x0, y0, x1, y1]}]`` names everything in the image;
     ``meta["spans"]``: characters of the prompt that name an object; ``meta["patch_words"]``: ``[[patch, "word"], ...]``
-    gives the pairs themselves.
+    gives the pairs themselves. A record with none of the three is labelled by ``labeller``, where one is given.
     """
     from crossfuse.analysis.patch_boxes import patch_boxes
     from crossfuse.analysis.word_patches import patches_of
@@ -120,7 +125,10 @@ def named_patches(processor: Any, record: Record, grid: tuple[int, int]) -> dict
         found.setdefault(patch, set()).update(_tokens(tokenizer, f" {name}"))
 
     meta: Any = record.meta
-    for patch, word in meta.get("patch_words") or []:
+    pairs = meta.get("patch_words") or []
+    if labeller is not None and not any(name in meta for name in ("patch_words", "objects", "spans")):
+        pairs = labeller(record, grid)
+    for patch, word in pairs:
         if not 0 <= patch < grid[0] * grid[1]:
             raise ValueError(f"record {record.id!r} names patch {patch}, outside the grid of {grid[0]} x {grid[1]}")
         add(int(patch), str(word))
@@ -140,33 +148,6 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text without those of blanks alone."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return [i for i in ids if tokenizer.decode([i]).strip()]
-
-
-@torch.no_grad()
-def clip_patch_words(
-    label_model: Any, label_processor: Any, image: Any, words: Sequence[str], grid: tuple[int, int], least: float = 0.5
-) -> list[list[Any]]:
-    """(patch, word) pairs from a CLIP-type model, for ``meta["patch_words"]``, as SEA labels patches without boxes.
-
-    Each patch takes its most likely word of the list where the softmax over the list (at the model's own temperature)
-    is at least ``least``; the label model's patch grid is laid over ``grid``. label_model: has ``vision_model``,
-    ``visual_projection`` and ``get_text_features`` (`CLIPModel`).
-    """
-    if len(words) < 2:
-        raise ValueError(f"patches are told apart by at least 2 words; got {len(words)}")
-    vision = label_model.vision_model(**label_processor.image_processor(images=image, return_tensors="pt"))
-    patches = label_model.visual_projection(label_model.vision_model.post_layernorm(vision.last_hidden_state[0, 1:]))
-    text = label_model.get_text_features(**label_processor.tokenizer(list(words), padding=True, return_tensors="pt"))
-    text = getattr(text, "pooler_output", text)
-    scores = (normalize(patches, dim=-1) @ normalize(text, dim=-1).T) * label_model.logit_scale.exp()
-    chance = scores.softmax(-1)
-    side = round(len(patches) ** 0.5)
-    rows = (torch.arange(grid[0]) * 2 + 1) * side // (2 * grid[0])
-    columns = (torch.arange(grid[1]) * 2 + 1) * side // (2 * grid[1])
-    place = (rows[:, None] * side + columns).flatten()
-    best = chance[place].max(-1)
-    pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    return [[patch, words[word]] for patch, (value, word) in enumerate(pairs) if value >= least]
 
 
 def image_grid(batch: dict[str, Any], processor: Any, image: int, tokens: int) -> tuple[int, int]:

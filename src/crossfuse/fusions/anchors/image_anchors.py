@@ -31,7 +31,6 @@ class ImageAnchors(Fusion):
     """
 
     name: ClassVar[str] = "image-anchors"
-    needs_prompt: ClassVar[bool] = True
 
     threshold: float = 0.12
     share: float | None = None
@@ -45,6 +44,10 @@ class ImageAnchors(Fusion):
         check_anchor_fields(self)
         if isinstance(self.pause_tokens, bool) or not isinstance(self.pause_tokens, int) or self.pause_tokens < 0:
             raise ValueError(f"pause_tokens must be at least 0 (0 switches them off); got {self.pause_tokens!r}")
+
+    @property
+    def needs_prompt(self) -> bool:
+        return True
 
     @property
     def is_identity(self) -> bool:

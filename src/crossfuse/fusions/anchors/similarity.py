@@ -34,9 +34,8 @@ def best_partner(embeds: Tensor, seekers: Tensor, partners: Tensor, segments: Te
     if not seeker.shape[1] or not partner.shape[1]:
         nothing = torch.full_like(seeker, -1)
         return BestPartner(seeker, nothing, nothing.float())
-    with torch.no_grad(), torch.autocast(embeds.device.type, enabled=False):  # float32, whatever surrounds it
-        cosine = torch.bmm(_unit(embeds, seeker), _unit(embeds, partner).mT)
-        cosine.nan_to_num_(nan=-1.0, posinf=-1.0, neginf=-1.0)
+    with torch.no_grad():
+        cosine = cosines(embeds, seeker, partner)
         allowed = (seeker >= 0)[:, :, None] & (partner >= 0)[:, None, :]
         if segments is not None:
             allowed &= gather_by(segments, seeker)[:, :, None] == gather_by(segments, partner)[:, None, :]
@@ -46,6 +45,14 @@ def best_partner(embeds: Tensor, seekers: Tensor, partners: Tensor, segments: Te
     found = torch.isfinite(value)
     chosen = torch.where(found, partner.gather(1, best), -1)
     return BestPartner(seeker, chosen, torch.where(found, value, -1.0))
+
+
+def cosines(embeds: Tensor, seeker: Tensor, partner: Tensor) -> Tensor:
+    """Columns (B, K) and (B, M) of embeds (B, L, d) -> (B, K, M), in float32 whatever surrounds it; -1 where it is
+    not finite. Column -1 gives anything."""
+    with torch.autocast(embeds.device.type, enabled=False):
+        cosine = torch.bmm(_unit(embeds, seeker), _unit(embeds, partner).mT)
+    return cosine.nan_to_num_(nan=-1.0, posinf=-1.0, neginf=-1.0)
 
 
 def _unit(embeds: Tensor, index: Tensor) -> Tensor:

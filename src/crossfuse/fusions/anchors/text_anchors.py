@@ -37,7 +37,6 @@ class TextAnchors(Fusion):
     """
 
     name: ClassVar[str] = "text-anchors"
-    needs_prompt: ClassVar[bool] = True
 
     threshold: float = 0.12
     share: float | None = None
@@ -49,6 +48,10 @@ class TextAnchors(Fusion):
     def __post_init__(self) -> None:
         check_anchor_fields(self)
         check_kept_share(self.keep_image_tokens)
+
+    @property
+    def needs_prompt(self) -> bool:
+        return True
 
     @property
     def is_identity(self) -> bool:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from crossfuse.attention.windows import Windows
+from crossfuse.fusions.cross_attention.anchored import anchored_images
+from crossfuse.fusions.cross_attention.layout import image_lengths
 from crossfuse.fusions.cross_attention.visibility import Visibility
 from crossfuse.sequence import FusedInputs, MultimodalSequence
 from crossfuse.streaming.cache import FusedLayer, FusionCache, WindowState
@@ -123,7 +125,13 @@ def cross_context(
     state = None if cache is None else cache.window
     if sequence.image_features is None and state is None and not (fusion.replace and fusion.joint_text):
         return _without_images(fusion, backbone, backbone.decoder(body), sequence)
-    seen = Visibility(fusion, fused, state)
+    lengths, steps = image_lengths(fusion, sequence), None
+    if fusion.active_anchors is not None:
+        with_copies = anchored_images(fusion.active_anchors, body, fused, lengths, state, cache)
+        if with_copies is not None:
+            fused, lengths, steps = with_copies.fused, with_copies.lengths, with_copies.steps
+            sequence = fused.sequence
+    seen = Visibility(fusion, fused, state, lengths, steps)
     rope = shift = None
     decoder = backbone.decoder(body)
     if fusion.joint_text and sequence.image_features is not None:

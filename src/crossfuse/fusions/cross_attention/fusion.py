@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from crossfuse.backbones.base import Backbone
+    from crossfuse.fusions.anchors import TextAnchors
     from crossfuse.fusions.cross_attention.context import CrossContext
     from crossfuse.sequence import FusedInputs, Layout, MultimodalSequence
     from crossfuse.streaming.cache import FusionCache
@@ -44,6 +45,10 @@ class CrossAttention(Fusion):
         self-attention entry each; in cross-attention they see images alone, under joint_text too, and no text sees
         them there.
     gate: ``"tanh"`` is a zero-initialised gate (Flamingo's), for comparison.
+    anchors: `TextAnchors` whose copies stand among the keys and values of each window, next to the image token that
+        they resemble (see `crossfuse.fusions.cross_attention.anchored`); nothing of them enters the self-attention
+        cache. With joint_text a copy has a position of its own behind its image token, or shares it
+        (``positions="inherit"``, and always under m-RoPE).
     """
 
     name: ClassVar[str] = "cross-attention"
@@ -57,6 +62,7 @@ class CrossAttention(Fusion):
     video_windows: str = "frame"
     gist_tokens: int = 0
     gate: str = "none"
+    anchors: TextAnchors | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, int) or self.every < 1:
@@ -74,6 +80,8 @@ class CrossAttention(Fusion):
             raise ValueError(f"video_windows must be one of {', '.join(VIDEO_WINDOWS)}; got {self.video_windows!r}")
         if isinstance(self.gist_tokens, bool) or not isinstance(self.gist_tokens, int) or self.gist_tokens < 0:
             raise ValueError(f"gist_tokens must be at least 0; got {self.gist_tokens!r}")
+        if self.anchors is not None:
+            _check_anchors(self.anchors)
 
     @classmethod
     def preset(cls, name: str, **fields: Any) -> CrossAttention:
@@ -81,6 +89,19 @@ class CrossAttention(Fusion):
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}{nearest(name, PRESETS)}; known: {', '.join(PRESETS)}")
         return cls(**{**PRESETS[name], **fields})
+
+    @property
+    def active_anchors(self) -> TextAnchors | None:
+        """`anchors`, unless their threshold switches them off."""
+        return None if self.anchors is None or self.anchors.threshold >= 1 else self.anchors
+
+    @property
+    def needs_prompt(self) -> bool:
+        return self.active_anchors is not None
+
+    @property
+    def streams(self) -> bool:
+        return True
 
     @property
     def drops_images(self) -> bool:
@@ -169,6 +190,10 @@ class CrossAttention(Fusion):
     def arrange(self, sequence: MultimodalSequence, cache: FusionCache | None) -> Layout | None:
         from crossfuse.fusions.cross_attention.layout import text_layout
 
+        if self.active_anchors is not None and cache is not None:
+            from crossfuse.fusions.cross_attention.anchored import remember_prompt
+
+            remember_prompt(self.active_anchors, sequence, cache)
         seen = cache is not None and cache.window is not None
         if sequence.image_features is None and not seen and not self.replace:
             return None
@@ -187,6 +212,21 @@ class CrossAttention(Fusion):
         from crossfuse.fusions.cross_attention.context import cross_context
 
         return cross_context(self, backbone, body, fused, cache)
+
+
+def _check_anchors(anchors: Any) -> None:
+    """ValueError unless these are text anchors that only copy."""
+    from crossfuse.fusions.anchors import TextAnchors
+
+    if not isinstance(anchors, TextAnchors):
+        raise ValueError(f"anchors must be TextAnchors; got {anchors!r}")
+    if anchors.compress is not None:
+        raise ValueError(f"compress belongs to CrossAttention, not to its anchors; got {anchors.compress}")
+    if anchors.keep_image_tokens not in (None, 1):
+        raise ValueError(
+            f"keep_image_tokens shortens a sequence, which windows have not; got {anchors.keep_image_tokens}: "
+            "shorten the windows with compress"
+        )
 
 
 def _freeze_replaced(attention: nn.Module, fusion: CrossAttention) -> None:

@@ -35,6 +35,9 @@ def image_lengths(fusion: CrossAttention, sequence: MultimodalSequence) -> list[
     """Tokens of every image, with videos cut into frames where each frame has its own window."""
     if fusion.video_windows == "all" or not any(sequence.is_video):
         return sequence.image_lengths
+    if sequence.image_frames is not None:
+        pairs = zip(sequence.image_lengths, sequence.image_frames, strict=True)
+        return [length // frames for length, frames in pairs for _ in range(frames)]
     positions = sequence.position_ids
     if positions is None or positions.ndim != 3:
         raise ValueError("video_windows='frame' needs the positions of a video's grid; use video_windows='all'")

@@ -7,6 +7,7 @@ tokens. Shape legend: B rows, L tokens, F fused tokens, S cached image slots a r
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,37 +15,66 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from crossfuse.attention.windows import Windows
-from crossfuse.fusions.cross_attention.layout import image_ends, image_lengths
-from crossfuse.sequence import FusedInputs, gather_by, left_padded
+from crossfuse.fusions.cross_attention.layout import image_ends
+from crossfuse.sequence import FusedInputs, MultimodalSequence, gather_by, left_padded
 from crossfuse.streaming.cache import NO_WINDOW, WindowState
 
 if TYPE_CHECKING:
     from crossfuse.fusions.cross_attention.fusion import CrossAttention
 
 
-class Visibility:
-    """Window numbers and key ranges of every token of one call."""
+@dataclasses.dataclass(eq=False)
+class WindowNumbers:
+    """(B, L) of every token; see `window_numbers`."""
 
-    def __init__(self, fusion: CrossAttention, fused: FusedInputs, state: WindowState | None):
+    text: Tensor  # bool
+    before: Tensor  # text tokens of the row up to here; images with equal counts share a window
+    changed: Tensor  # bool: the first token of a packed sample
+    opens: Tensor  # bool: the first image token of a window
+    ordinal: Tensor  # window of this token
+
+
+def window_numbers(sequence: MultimodalSequence, lengths: list[int], state: WindowState | None) -> WindowNumbers:
+    """Windows of one call, from 1; 0 is the one that the cache (``state``) left open. ``lengths``: of each image, or of
+    each frame where every frame opens a window."""
+    image, length = sequence.is_image, sequence.input_ids.shape[1]
+    text = sequence.valid & ~image
+    before = text.cumsum(1)
+    segment = sequence.segment_index
+    changed = segment != pad(segment[:, :-1], (1, 0), value=-1)
+    key = torch.where(image, segment * (length + 1) + before, -1)
+    opens = image & (key != pad(key.cummax(1).values[:, :-1], (1, 0), value=-1))
+    if state is not None:  # a run that the previous call left open goes on
+        still_open = (state.image_counts > 0) & (state.since_image == 0)
+        opens &= ~(still_open[:, None] & (before == 0))
+    if len(lengths) != len(sequence.image_lengths):  # every frame of a video opens a window
+        opens |= image & pad(image_ends(sequence, lengths)[:, :-1], (1, 0), value=False)
+    return WindowNumbers(text, before, changed, opens, opens.cumsum(1))
+
+
+class Visibility:
+    """Window numbers and key ranges of every token of one call.
+
+    ``steps`` (N,) long: how many positions each image token takes; None: one each.
+    """
+
+    def __init__(
+        self,
+        fusion: CrossAttention,
+        fused: FusedInputs,
+        state: WindowState | None,
+        lengths: list[int],
+        steps: Tensor | None = None,
+    ):
         sequence, layout = fused.sequence, fused.layout
         self.fusion, self.sequence, self.real = fusion, sequence, fused.attention_mask
         self.rows, self.length = sequence.input_ids.shape
         self.image = sequence.is_image
-        self.text = sequence.valid & ~self.image
         self.gist = layout.source >= self.length
-        self.lengths = image_lengths(fusion, sequence)
-        self.before = self.text.cumsum(1)  # text tokens up to here; images with equal counts share a window
-        segment = sequence.segment_index
-        changed = segment != pad(segment[:, :-1], (1, 0), value=-1)
-        key = torch.where(self.image, segment * (self.length + 1) + self.before, -1)
-        opens = self.image & (key != pad(key.cummax(1).values[:, :-1], (1, 0), value=-1))
-        if state is not None:  # a run that the previous call left open goes on
-            still_open = (state.image_counts > 0) & (state.since_image == 0)
-            opens &= ~(still_open[:, None] & (self.before == 0))
-        if self.lengths is not sequence.image_lengths:  # every frame of a video opens a window
-            ends = image_ends(sequence, self.lengths)
-            opens |= self.image & pad(ends[:, :-1], (1, 0), value=False)
-        self.ordinal = opens.cumsum(1)  # (B, L): window of this token
+        self.lengths, self.steps = lengths, steps
+        numbers = window_numbers(sequence, lengths, state)
+        self.text, self.before, self.ordinal = numbers.text, numbers.before, numbers.ordinal
+        changed, opens, segment = numbers.changed, numbers.opens, sequence.segment_index
         self.text_before = self.before - torch.where(changed, self.before - self.text.long(), 0).cummax(1).values
         oldest = self.ordinal - (self.length + 2**20 if fusion.history is None else fusion.history) + 1
         if sequence.segments is not None:  # images of an earlier sample of the row are out of sight
@@ -156,7 +186,11 @@ class Visibility:
         """
         if not mrope and not self.fusion.gist_tokens:  # token by token: a chunk may hold parts of images
             end = torch.searchsorted(self.image_key, self.image_key, right=True)
-            behind = (end - 1 - torch.arange(len(end), device=end.device))[self.new]
+            taken = torch.ones_like(end)
+            if self.steps is not None:
+                taken[self.new] = self.steps
+            taken = taken.cumsum(0)
+            behind = (taken[end - 1] - taken)[self.new]
             row, column = self.image.nonzero(as_tuple=True)
             return self.sequence.start[row] + self.text_before[row, column] - 1 - behind
         lengths = torch.tensor(self.lengths, device=self.real.device)
@@ -169,7 +203,10 @@ class Visibility:
             local = grid - grid[:, first][:, image]
             extent = torch.zeros_like(lengths).scatter_reduce(0, image, local.amax(0) + 1, reduce="amax")
         else:
-            local, extent = torch.arange(len(image), device=lengths.device) - first[image], lengths
+            steps = torch.ones_like(image) if self.steps is None else self.steps
+            taken = steps.cumsum(0)
+            local = taken - taken[first][image]
+            extent = torch.zeros_like(lengths).index_add(0, image, steps)
         row, column = (index[first] for index in self.image.nonzero(as_tuple=True))
         following = self.sequence.start[row] + self.text_before[row, column]
         if self.fusion.gist_tokens:
@@ -183,7 +220,10 @@ class Visibility:
 
     def continued_run(self, state: WindowState) -> Tensor | None:
         """(B, S) shift of cached image keys whose run goes on here; None where none does."""
-        added = (self.image & (self.ordinal == 0)).sum(1)
+        steps = self.image.long()
+        if self.steps is not None:
+            steps = steps.masked_scatter(self.image, self.steps)
+        added = torch.where(self.ordinal == 0, steps, 0).sum(1)
         if not bool(added.any()):
             return None
         return torch.where(state.image_ordinals == 0, -added[:, None], 0)
