@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -54,11 +57,22 @@ def cues(path):
     return list(srt.parse(path.read_text(encoding="utf-8"), ignore_errors=False))
 
 
+def remuxed(clip, path, offset=0, options=None):
+    """The same packets in another container, ``offset`` seconds later."""
+    with av.open(str(clip)) as source, av.open(str(path), "w", options=options or {}) as container:
+        stream = container.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.dts is not None:
+                shift = round(offset / packet.time_base)
+                packet.pts, packet.dts, packet.stream = packet.pts + shift, packet.dts + shift, stream
+                container.mux(packet)
+
+
 def test_captions_of_a_clip(clip, tmp_path):
     out = tmp_path / "a.srt"
     result = run(clip, "--fps", 2, "--out", out, "--max-frames", 5, *SHORT)
-    assert [c.start.total_seconds() for c in cues(out)] == [0.0, 0.5, 1.0, 1.5, 2.0]
-    assert [c.end.total_seconds() for c in cues(out)] == [0.5, 1.0, 1.5, 2.0, 2.5]
+    assert [c.start.total_seconds() for c in cues(out)] == [0.0, 1.5, 3.0, 4.0, 5.5]
+    assert [c.end.total_seconds() for c in cues(out)] == [0.5, 2.0, 3.5, 4.5, 6.0]
     assert all(c.content for c in cues(out))
     assert "5 frames, 5 captions" in result.stderr
     assert "real-time factor" in result.stderr
@@ -99,9 +113,37 @@ def test_truncated_clip_keeps_what_was_captioned(clip, tmp_path):
     assert 2 <= len(cues(out)) < 6
 
 
+def test_pipe_that_closes_inside_a_frame_keeps_what_was_captioned(clip, tmp_path, monkeypatch):
+    piped = tmp_path / "piped.mp4"
+    remuxed(clip, piped, options={"movflags": "frag_keyframe+empty_moov"})
+    data = piped.read_bytes()
+    stdin = SimpleNamespace(buffer=io.BytesIO(data[: len(data) * 2 // 3]))  # the runner has a standard input of its own
+    monkeypatch.setattr("crossfuse.streaming.video.sys", SimpleNamespace(stdin=stdin))
+    out = tmp_path / "a.srt"
+    with pytest.raises(ValueError, match=r"standard input (ends inside a frame|breaks off)") as caught:
+        run("-", "--fps", 1, "--out", out, *SHORT)
+    assert "\n" not in str(caught.value)
+    assert 2 <= len(cues(out)) < 6
+
+
+def test_v2_first_caption_of_a_clip_with_a_late_clock_is_at_zero(clip, tmp_path):
+    late = tmp_path / "late.mkv"
+    remuxed(clip, late, offset=5)
+    out = tmp_path / "a.srt"
+    run(late, "--fps", 1, "--max-frames", 2, "--out", out, *SHORT)
+    assert [round(cue.start.total_seconds(), 2) for cue in cues(out)] == [0.0, 5.0]
+
+
+def test_most_frames_are_spread_over_the_clip(clip, tmp_path):
+    out = tmp_path / "a.jsonl"
+    run(clip, "--fps", 2, "--max-frames", 3, "--out", out, *SHORT)
+    assert [json.loads(line)["start"] for line in out.read_text().splitlines()] == [0.0, 3.0, 5.5]
+
+
 def test_mistakes_are_found_before_the_model_is_loaded(clip, tmp_path, monkeypatch):
     monkeypatch.setattr("crossfuse.load_embedded", lambda: pytest.fail("the model was loaded"), raising=False)
     (tmp_path / "text.mp4").write_bytes(b"not a video")
+    (tmp_path / "folder.srt").mkdir()
     for arguments, message in [
         ((tmp_path / "none.mp4",), "no such file or folder"),
         ((tmp_path / "text.mp4",), "is not a video that can be read"),
@@ -109,6 +151,7 @@ def test_mistakes_are_found_before_the_model_is_loaded(clip, tmp_path, monkeypat
         ((clip, "--out", tmp_path / "none" / "a.srt"), "no such folder"),
         ((clip, "--out", tmp_path / "a.txt"), "got '.*a.txt'"),
         ((clip, "--burn", tmp_path / "none" / "a.mp4"), "no such folder"),
+        ((clip, "--out", tmp_path / "folder.srt"), "folder.srt"),
         ((clip, "--layout", "turn"), "single, turns, stream; got 'turn'"),
         ((clip, "--fps", -1), "fps must be above 0; got -1"),
     ]:
@@ -129,10 +172,10 @@ def test_other_mistakes(clip):
 
 def test_burned_video_shows_the_captions(clip, tmp_path):
     burned = tmp_path / "b.mp4"
-    run(clip, "--fps", 1, "--out", tmp_path / "a.vtt", "--burn", burned, "--max-frames", 3, *SHORT)
+    run(clip, "--fps", 1, "--out", tmp_path / "a.vtt", "--burn", burned, *SHORT)
     frames = list(read_video(burned))
-    assert [round(f.time, 2) for f in frames] == [0.0, 1.0, 2.0, 3.0]  # the last one is shown to its end
-    originals = list(read_video(clip, fps=1, max_frames=3))
+    assert [round(f.time, 2) for f in frames] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]  # the last one is shown to its end
+    originals = list(read_video(clip, fps=1))
     for frame, original in zip(frames, originals, strict=False):
         size = frame.image.size
         shown, plain = (np.asarray(i.resize(size)).astype(int) for i in (frame.image, original.image))

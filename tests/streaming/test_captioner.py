@@ -16,7 +16,7 @@ def session(fused, processor):
     return StreamSession(fused(xf.CrossAttention()), processor, max_text_tokens=64, decoding=Decoding(max_new_tokens=3))
 
 
-def test_captions_appear_before_the_source_ends(session, picture):
+def test_v3_captions_appear_before_the_source_ends(session, picture):
     """A source of 200 frames without a length: each caption comes before the next frame is taken."""
     taken = []
 

@@ -55,7 +55,7 @@ def left_after(ids: list[int], limit: int, sinks: int, block: int, calls: list[i
 @pytest.mark.parametrize("block", [1, 5, 32, 60])
 @pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_text_left_over_is_seen_as_a_fresh_prefix(block, sinks, kind, fused, processor):
+def test_w3_text_left_over_is_seen_as_a_fresh_prefix(block, sinks, kind, fused, processor):
     model = fused(xf.CrossAttention(), layers=1, text=kind)
     session = StreamSession(model, processor, max_text_tokens=64, sink_tokens=sinks, block_tokens=block)
     draw = torch.Generator().manual_seed(block)

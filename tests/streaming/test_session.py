@@ -113,7 +113,7 @@ def test_image_memory_of_cross_attention_is_that_of_one_frame(fused, recorder, p
 
 
 @every_streaming_fusion
-def test_tower_runs_once_a_frame(fusion, fused, recorder, picture):
+def test_c4_tower_runs_once_a_frame(fusion, fused, recorder, picture):
     stream = recorder(fused(fusion))
     calls: list[int] = []
     stream.model.model.vision_tower.register_forward_hook(lambda *_: calls.append(1))
@@ -134,7 +134,7 @@ def test_a_frame_with_n_tokens_costs_n_forwards(fused, recorder, picture):
 
 
 @pytest.mark.parametrize("fusion", [xf.Insertion(), xf.CrossAttention()], ids=name_of)
-def test_a_new_frame_changes_what_is_said(fusion, fused, recorder, picture):
+def test_c4_a_new_frame_changes_what_is_said(fusion, fused, recorder, picture):
     after = []
     for last in (5, 6):
         stream = recorder(fused(fusion))

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from crossfuse.streaming.video import VideoError, fitted, read_video
+from crossfuse.streaming.video import VideoError, fitted, padded, read_video
 
 av = pytest.importorskip("av")
 
@@ -52,11 +52,10 @@ def test_one_frame_for_each_interval(tmp_path):
     assert [round(f.time, 3) for f in frames] == [0.0, 0.5, 1.0, 1.5]
     assert [grey(f) for f in frames] == [0, 5, 10, 15]
     assert len(list(read_video(path))) == 20
-    assert [grey(f) for f in read_video(path, fps=2, max_frames=3)] == [0, 5, 10]
 
 
 @pytest.mark.parametrize("name", ["a.mkv", "a.ts", "a.mp4"])
-def test_times_count_from_the_first_frame(name, tmp_path):
+def test_v2_times_count_from_the_first_frame(name, tmp_path):
     """A clip cut out of a longer one keeps its clock: it starts at 5 s."""
     path = clip(tmp_path / name, every(0.1, 20), offset=5.0)
     frames = list(read_video(path, fps=2))
@@ -72,13 +71,57 @@ def test_variable_frame_rate(tmp_path):
 
 
 @pytest.mark.parametrize(("count", "step", "fps"), [(4, 0.1, 1), (1, 0.1, 2), (1, 0.1, 0.01)])
-def test_short_clips_give_at_least_one_frame(count, step, fps, tmp_path):
+def test_v5_short_clips_give_at_least_one_frame(count, step, fps, tmp_path):
     frames = list(read_video(clip(tmp_path / "short.mp4", every(step, count)), fps=fps, max_frames=16))
     assert [f.time for f in frames] == [0.0]
 
 
-def test_fewer_frames_than_asked_for(tmp_path):
+def test_v5_fewer_frames_than_asked_for_and_odd_counts(tmp_path):
     assert len(list(read_video(clip(tmp_path / "a.mp4", every(0.1, 9)), max_frames=16))) == 9
+    for count in (1, 7, 8):
+        frames = list(read_video(clip(tmp_path / f"{count}.mp4", every(0.1, count))))
+        pairs = padded(frames, 2)
+        assert len(pairs) // 2 == -(-count // 2)
+        assert pairs[:count] == frames
+        assert all(frame is frames[-1] for frame in pairs[count:])
+    with pytest.raises(ValueError, match="at least 1 frame"):
+        padded([], 2)
+
+
+def test_most_frames_of_a_finite_source_are_spread_over_it(tmp_path):
+    """A file, a folder and a list are thinned, first and last frame kept; a live source ends after so many."""
+    path = clip(tmp_path / "a.mp4", every(0.1, 21))
+    assert [grey(f) for f in read_video(path, max_frames=5)] == [0, 5, 10, 15, 20]
+    assert [round(f.time, 3) for f in read_video(path, max_frames=5)] == [0.0, 0.5, 1.0, 1.5, 2.0]
+    assert [round(f.time, 3) for f in read_video(path, fps=5, max_frames=3)] == [0.0, 1.0, 2.0]
+    assert [grey(f) for f in read_video(path, max_frames=1)] == [0]
+    assert [grey(f) for f in read_video(path, max_frames=99)] == list(range(21))
+    images = [(n / 2, Image.new("RGB", (8, 8), (n, 0, 0))) for n in range(9)]
+    assert [f.image.getpixel((0, 0))[0] for f in read_video(images, max_frames=3)] == [0, 4, 8]
+    assert [f.image.getpixel((0, 0))[0] for f in read_video(iter(images), max_frames=3)] == [0, 1, 2]
+    with open(path, "rb") as file:
+        assert [grey(f) for f in read_video(file, max_frames=3)] == [0, 1, 2]
+
+
+def test_thinned_frames_of_a_broken_file_end_with_its_error(tmp_path):
+    path = clip(tmp_path / "a.mp4", every(0.1, 20), options={"movflags": "faststart"})
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 3 // 4])
+    got = []
+    with pytest.raises(VideoError, match="ends inside a frame or is damaged"):
+        got.extend(read_video(path, max_frames=4))
+    assert len(got) == 4
+
+
+def test_a_span_counts_from_its_first_frame(tmp_path):
+    path = clip(tmp_path / "a.mp4", every(0.1, 21))
+    frames = list(read_video(path, fps=2, start=0.5, end=1.5))
+    assert [grey(f) for f in frames] == [5, 10]
+    assert [round(f.time, 3) for f in frames] == [0.0, 0.5]
+    with pytest.raises(ValueError, match=r"ends after its start; got 2.0 to 1.0"):
+        read_video(path, start=2.0, end=1.0)
+    with pytest.raises(VideoError, match="holds no frame"):
+        list(read_video(path, start=60.0))
 
 
 @pytest.mark.parametrize(("rotation", "corner"), [(90, (-4, 4)), (-90, (4, -4)), (180, (-4, -4))])
@@ -178,7 +221,7 @@ def test_pipe(tmp_path):
     assert "MPEG-TS, Matroska or fragmented MP4" in error
 
 
-def test_file_object_without_a_length(tmp_path):
+def test_v3_file_object_without_a_length(tmp_path):
     """Nothing but ``read``: captions could be made before the source ends."""
     data = clip(tmp_path / "a.ts", every(0.1, 200), format="mpegts").read_bytes()
     consumed = [0]
@@ -257,10 +300,10 @@ def test_broken_picture_in_a_folder(tmp_path):
         next(frames)
 
 
-def test_memory_stays_where_it_is(tmp_path):
+def test_v4_memory_stays_where_it_is(tmp_path):
     """Files opened, read to the end, left in the middle, or failing: none stays open, none is kept in memory."""
     path = clip(tmp_path / "a.mp4", every(0.1, 4))
-    long = clip(tmp_path / "long.mp4", every(0.04, 3000))
+    long = clip(tmp_path / "long.mp4", every(0.04, 5000))
     process = psutil.Process()
 
     def rounds(count):
@@ -276,8 +319,8 @@ def test_memory_stays_where_it_is(tmp_path):
 
     rounds(20)
     before, open_before = process.memory_info().rss, len(process.open_files())
-    rounds(150)
-    assert sum(1 for _ in read_video(long)) == 3000
+    rounds(170)  # 510 times opened
+    assert sum(1 for _ in read_video(long)) == 5000
     assert process.memory_info().rss - before < 50 * 2**20
     assert len(process.open_files()) == open_before
 

@@ -1,4 +1,4 @@
-"""`crossfuse bench axes`: what each fusion costs, predicted from a configuration and measured on the embedded model."""
+"""`crossfuse bench`; here `axes`: what each fusion costs, predicted from a configuration and measured."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from crossfuse.cli.bench_equal import equal_cost
+from crossfuse.cli.bench_events import events
+from crossfuse.cli.bench_stream import stream
+
 if TYPE_CHECKING:
     from crossfuse.analysis.axes import AxisCost
 
 bench = typer.Typer(help="Measure and predict costs.", no_args_is_help=True)
+bench.command()(stream)
+bench.command("equal-cost")(equal_cost)
+bench.command()(events)
 
 # Shapes of published models, so that no configuration file is needed: (family, text fields).
 KNOWN: dict[str, dict[str, Any]] = {

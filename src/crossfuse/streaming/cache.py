@@ -79,6 +79,7 @@ class FusionCache(DynamicCache):
     mask: Tensor | None  # (B, fused_length) bool
     next_position: Tensor | None  # (B,) long
     window: WindowState | None
+    prompt_ids: Tensor | None  # (B, c) long: by user column, prompt text that later images may get copies of; else -1
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -112,8 +113,16 @@ class FusionCache(DynamicCache):
         self.user_length += user_tokens
         self.fused_length += fused
 
+    def note_prompt(self, ids: Tensor) -> None:
+        """Remember (B, L) ids of this call, which `record` has not counted yet."""
+        known = ids[:, :0] if self.prompt_ids is None else self.prompt_ids
+        missing = self.user_length - known.shape[1]
+        self.prompt_ids = torch.cat([torch.nn.functional.pad(known, (0, missing), value=-1), ids], 1)
+
     # ------------------------------------------------------------------ rows
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.prompt_ids is not None:
+            self.prompt_ids = change(self.prompt_ids)
         if self.mask is not None and self.next_position is not None:
             self.mask, self.next_position = change(self.mask), change(self.next_position)
         if self.window is not None:
@@ -156,6 +165,8 @@ class FusionCache(DynamicCache):
                 since_image=self.window.since_image - real,
             )
         self.user_length -= removed
+        if self.prompt_ids is not None:
+            self.prompt_ids = self.prompt_ids[:, : self.user_length]
         self.fused_length -= removed
         self.croppable -= removed
 
@@ -171,7 +182,7 @@ class FusionCache(DynamicCache):
         self.user_length = 0
         self.fused_length = 0
         self.croppable = 0
-        self.mask = self.next_position = None
+        self.mask = self.next_position = self.prompt_ids = None
         self.window = None
 
     def memory(self) -> dict[str, int]:

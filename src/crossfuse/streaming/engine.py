@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from crossfuse.backbones import backbone_for
@@ -35,7 +36,7 @@ class Engine:
             raise ValueError("the model is in training mode; call model.eval() before streaming")
         self.model, self.budget = model, budget
         self.fusion: Fusion = fusion_of(model) or Insertion()
-        if self.fusion.needs_prompt:
+        if not self.fusion.streams:
             raise ValueError(
                 f"{self.fusion.name} decides over a whole prompt and cannot stream; use insertion or cross-attention"
             )
@@ -48,8 +49,7 @@ class Engine:
         self.placeholder = self.backbone.placeholder_id(body)
         self.padding = int(self.placeholder == 0)
         budget.check_model(model, self.limit)
-        compress = self.fusion.compress
-        self.compress = None if compress is None or compress.is_identity else compress
+        self.compress = self.fusion.active_compression
 
     def new_stream(self) -> Stream:
         return Stream(self.layers)
@@ -79,10 +79,9 @@ class Engine:
         """Self-attention entries of one frame: with cross-attention only its gist tokens, if it has any."""
         if self.fusion.drops_images:
             return int(getattr(self.fusion, "gist_tokens", 0))
-        if self.compress is None or frame.grid is None:
+        if self.compress is None:
             return len(frame.features)
-        rows, columns = self.compress.grid(frame.grid)
-        return rows * columns
+        return self.compress.tokens(len(frame.features), frame.grid)
 
     def _run(self, segment: Segment) -> Run:
         if isinstance(segment, list):
@@ -90,8 +89,9 @@ class Engine:
         tokens = self.cost(segment)
         if self.fusion.drops_images:  # gists are evicted like text
             return Run(tokens, tokens, False)
-        spatial = tokens and self.backbone.mrope and self.compress is None and segment.grid is not None
-        return Run(tokens, max(segment.grid) if spatial else tokens, True)  # type: ignore[arg-type]
+        grid = segment.grid if self.compress is None else self.compress.grid(segment.grid)
+        spatial = tokens and self.backbone.mrope and grid is not None
+        return Run(tokens, max(grid) if spatial else tokens, True)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ forward
     def flush(self, streams: Sequence[Stream], joined: FusionCache | None = None) -> None:
@@ -147,7 +147,7 @@ class Engine:
         cache = joined
         if cache is None:
             cache = streams[0].cache if len(streams) == 1 else stack([stream.cache for stream in streams])
-        logits = self._call(calls, cache)
+        logits = self._call(calls, cache, [stream.answered for stream in streams])
         for row, (stream, runs) in enumerate(zip(streams, added, strict=True)):
             stream.logits = logits[row]
             for run in runs:
@@ -164,8 +164,9 @@ class Engine:
                 "max_text_tokens, so that the oldest text leaves"
             )
 
-    def _call(self, calls: list[Piece], cache: FusionCache) -> Tensor:
-        """One forward of the model -> (n, V) logits after the last token of each row."""
+    def _call(self, calls: list[Piece], cache: FusionCache, answered: list[bool]) -> Tensor:
+        """One forward of the model -> (n, V) logits after the last token of each row. ``answered``: rows past their
+        prompt."""
         device = self.model.device
         rows = [_ids(call, self.placeholder) for call in calls]
         longest = max(len(row) for row in rows)
@@ -193,6 +194,11 @@ class Engine:
             options["attention_mask"] = valid.long()
         if not stock and not self.backbone.mrope and cache.user_length == 0 and not frames:
             options["position_ids"] = count_positions(valid)
+        if self.fusion.needs_prompt:
+            most = self.budget.max_text_tokens  # a prompt without an end must not be remembered without one
+            full = most is not None and cache.prompt_ids is not None and cache.prompt_ids.shape[1] >= most
+            prompt = valid & ~torch.tensor(answered, device=device)[:, None] & (not full)
+            options["prompt_mask"] = pad(prompt, (cache.user_length, 0), value=False)
         before = cache.fused_length
         outputs = self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1, **options)
         if stock:

@@ -119,6 +119,7 @@ class StreamSession:
 
     def accept(self, token: int, reader: PieceReader) -> tuple[bool, str]:
         """Take a chosen token into the stream -> (whether the caption goes on, the text that it completes)."""
+        self.stream.answered = True
         if self.sampler.is_silence(token):
             if self.decoding.keep_silence:
                 self.stream.add_text([token])

@@ -34,7 +34,7 @@ def write_session(session: StreamSession, path: str | os.PathLike[str]) -> None:
             tensor = getattr(layer, name)
             if isinstance(tensor, Tensor) and tensor.ndim == 4:
                 tensors[f"layers.{index}.{name}"] = tensor
-    for name in ("mask", "next_position"):
+    for name in ("mask", "next_position", "prompt_ids"):
         if (tensor := getattr(stream.cache, name)) is not None:
             tensors[name] = tensor
     if stream.cache.window is not None:
@@ -63,6 +63,7 @@ def write_session(session: StreamSession, path: str | os.PathLike[str]) -> None:
         "runs": [dataclasses.astuple(run) for run in stream.runs],
         "pending": pending,
         "frames": stream.frames,
+        "answered": stream.answered,
         "lengths": [stream.cache.user_length, stream.cache.fused_length, stream.cache.croppable],
     }
     stored = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
@@ -124,12 +125,14 @@ def _restore(stream: Stream, header: dict[str, Any], tensors: dict[str, Tensor])
                 layer.lazy_initialization(tensor, tensor)
             setattr(layer, name, tensor)
     cache.mask, cache.next_position = tensors.get("mask"), tensors.get("next_position")
+    cache.prompt_ids = tensors.get("prompt_ids")
     cache.user_length, cache.fused_length, cache.croppable = header["lengths"]
     if "window.since_image" in tensors:
         cache.window = WindowState(**{f.name: tensors[f"window.{f.name}"] for f in dataclasses.fields(WindowState)})
     stream.logits = tensors.get("logits")
     stream.runs = [Run(*run) for run in header["runs"]]
     stream.frames = header["frames"]
+    stream.answered = header.get("answered", False)
     for number, segment in enumerate(header["pending"]):
         if isinstance(segment, list):
             stream.pending.append(segment)

@@ -33,6 +33,12 @@ def stack(caches: Sequence[FusionCache]) -> FusionCache:
     joined.fused_length = longest
     joined.user_length = max(cache.user_length for cache in caches)
     joined.croppable = min(cache.croppable for cache in caches)
+    prompts = [cache.prompt_ids for cache in caches]
+    if any(ids is not None for ids in prompts):
+        nothing = torch.zeros(1, 0, dtype=torch.long, device=device)
+        given = [nothing if ids is None else ids for ids in prompts]
+        most = max(ids.shape[1] for ids in given)
+        joined.prompt_ids = torch.cat([pad(ids, (0, most - ids.shape[1]), value=-1) for ids in given])
     joined.window = _stack_windows([cache.window for cache in caches], device)
     layers: Any = joined.layers
     for index, layer in enumerate(layers):
@@ -51,6 +57,7 @@ def unstack(joined: FusionCache, row: int, cache: FusionCache) -> None:
     cache.fused_length = len(columns)
     cache.user_length = joined.user_length
     cache.croppable = min(joined.croppable, len(columns))
+    cache.prompt_ids = None if joined.prompt_ids is None else joined.prompt_ids[row : row + 1].clone()
     images, texts = 0, 0
     cache.window = None
     if joined.window is not None:

@@ -46,6 +46,7 @@ class Stream:
         self.pending: Piece = []
         self.logits: Tensor | None = None  # (V,) after the last forwarded token
         self.frames = 0  # frames given so far
+        self.answered = False  # has anything been generated? What stands before it is the prompt
 
     @property
     def cached_tokens(self) -> int:

@@ -6,10 +6,11 @@ first frame of the stream, whatever its clock says.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ def read_video(
     max_frames: int | None = None,
     max_pixels: int | None = MAX_PIXELS,
     frame_rate: float | None = None,
+    start: float = 0.0,
+    end: float | None = None,
 ) -> Iterator[VideoFrame]:
     """Frames of ``source``, one by one; what belongs to it is closed when the iterator ends, fails or is closed.
 
@@ -45,12 +48,16 @@ def read_video(
         source: a video file or URL, ``"-"`` (standard input), a binary file object, a folder of pictures (in the order
             of the numbers in their names), or an iterable of (time, image) pairs or of images.
         fps: at most one frame for each 1 / fps seconds: the first whose time falls into it. None takes every frame.
-        max_frames: end after this many; a shorter source ends by itself.
+        max_frames: most frames. Of a source that can be read twice (a file, a folder, a list) and holds more, so many
+            are spread evenly over it, first and last included; counting takes a pass of decoding before the first
+            frame. Any other source is live: it ends after so many. A shorter source ends by itself.
         max_pixels: larger frames are shrunk to this many pixels, their aspect kept; None leaves them.
         frame_rate: frames a second of a source without times (pictures, bare images); default: ``fps``, or 1.
+        start, end: seconds from the first frame of the source: what lies before ``start`` or from ``end`` on is passed
+            over, and times count from the first frame that is not.
 
     Raises:
-        ValueError: fps, max_frames or max_pixels out of range.
+        ValueError: fps, max_frames, max_pixels or the span out of range.
         FileNotFoundError: no such file or folder.
         VideoError: not a video, no video stream, not one frame, or an end inside a frame (after the frames before it).
     """
@@ -62,7 +69,60 @@ def read_video(
     ):
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{name} must be above 0; got {value}")
-    return _sampled(_open(source, frame_rate or fps or 1.0), fps, max_frames, max_pixels, _name(source))
+    if start < 0 or (end is not None and end <= start):
+        raise ValueError(f"a span starts at 0 or later and ends after its start; got {start} to {end}")
+
+    def sampled() -> Iterator[tuple[float, Any]]:
+        return _sampled(_span(_open(source, frame_rate or fps or 1.0), start, end), fps)
+
+    frames = sampled()  # what does not exist is refused here, not at the first frame
+    if max_frames is not None and _is_finite(source):
+        frames.close()  # type: ignore[attr-defined]
+        return _converted(_spread(sampled, max_frames), None, max_pixels, _name(source))
+    return _converted(frames, max_frames, max_pixels, _name(source))
+
+
+def padded(frames: Sequence[VideoFrame], multiple: int) -> list[VideoFrame]:
+    """The frames, the last one repeated up to a multiple: what towers need that take several frames at once (Qwen's
+    take 2). ValueError without a frame."""
+    if not frames or multiple < 1:
+        raise ValueError(f"padding takes at least 1 frame and a multiple of at least 1; got {len(frames)}, {multiple}")
+    return [*frames, *[frames[-1]] * (-len(frames) % multiple)]
+
+
+def _is_finite(source: Any) -> bool:
+    """Can be read twice and ends."""
+    if isinstance(source, str) and (source == "-" or _URL.match(source)):
+        return False
+    if isinstance(source, (str, Path)):
+        path = Path(source).expanduser()
+        return path.is_file() or path.is_dir()  # no named pipe, no device
+    return isinstance(source, Sequence)
+
+
+def _spread(sampled: Any, most: int) -> Iterator[tuple[float, Any]]:
+    """At most ``most`` frames of all, evenly; an error that ends the source is told after them."""
+    count, failure = 0, None
+    try:
+        for _ in sampled():
+            count += 1
+    except VideoError as error:
+        failure = error
+    places = set(range(count))
+    if count > most:
+        places = {round(i * (count - 1) / max(1, most - 1)) for i in range(most)}
+    last = max(places, default=-1)
+    frames = sampled()
+    try:
+        for index, item in enumerate(frames):
+            if index in places:
+                yield item
+            if index >= last:
+                break
+    finally:
+        frames.close()
+    if failure is not None:
+        raise failure
 
 
 def _open(source: Any, frame_rate: float) -> Iterator[tuple[float, Any]]:
@@ -86,12 +146,21 @@ def _open(source: Any, frame_rate: float) -> Iterator[tuple[float, Any]]:
     )
 
 
-def _sampled(
-    frames: Iterator[tuple[float, Any]], fps: float | None, most: int | None, max_pixels: int | None, name: str
-) -> Iterator[VideoFrame]:
-    """Keep the first frame of each 1 / fps seconds. Only what is kept is converted."""
-    count, slot, latest = 0, -1, 0.0
-    try:
+def _span(frames: Iterator[tuple[float, Any]], start: float, end: float | None) -> Iterator[tuple[float, Any]]:
+    first: float | None = None
+    with contextlib.closing(frames):  # type: ignore[type-var]
+        for time, frame in frames:
+            if end is not None and time >= end - 1e-6:
+                return
+            if time >= start - 1e-6:
+                first = time if first is None else first
+                yield time - first, frame
+
+
+def _sampled(frames: Iterator[tuple[float, Any]], fps: float | None) -> Iterator[tuple[float, Any]]:
+    """Keep the first frame of each 1 / fps seconds."""
+    slot, latest = -1, 0.0
+    with contextlib.closing(frames):  # type: ignore[type-var]
         for time, frame in frames:
             latest = time = max(time, latest)  # clocks of live streams jump back
             if fps is not None:
@@ -99,14 +168,20 @@ def _sampled(
                 if own <= slot:
                     continue
                 slot = own
+            yield time, frame
+
+
+def _converted(
+    frames: Iterator[tuple[float, Any]], most: int | None, max_pixels: int | None, name: str
+) -> Iterator[VideoFrame]:
+    """Only what is kept is converted."""
+    count = 0
+    with contextlib.closing(frames):  # type: ignore[type-var]
+        for time, frame in frames:
             yield VideoFrame(time, _image(frame, max_pixels))
             count += 1
             if count == most:
                 return
-    finally:
-        close = getattr(frames, "close", None)
-        if close is not None:
-            close()
     if not count:
         raise VideoError(f"{name} holds no frame that could be decoded; check the file with ffprobe")
 
