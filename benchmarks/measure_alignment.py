@@ -30,7 +30,7 @@ from crossfuse.evaluation.generation import answer
 from crossfuse.evaluation.scoring import score
 from crossfuse.fusions.anchors.alignment import AlignedCollator
 from crossfuse.reports.files import write_json
-from crossfuse.training.recipe import Recipe
+from crossfuse.training.recipe import Recipe, Trainable
 from crossfuse.training.trainer import fine_tune, prepare_trainable
 
 
@@ -74,7 +74,10 @@ def main() -> int:
         (f"trained with weight {options.weight:g}", options.weight),
     ):
         recipe = Recipe(
-            steps=options.steps, batch_size=options.batch_size, alignment_weight=weight, train_projector=True
+            steps=options.steps,
+            batch_size=options.batch_size,
+            alignment_weight=weight,
+            trainable=Trainable(projector="full"),
         )
         started = time.perf_counter()
         network = prepare_trainable(copy.deepcopy(base), recipe)

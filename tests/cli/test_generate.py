@@ -101,7 +101,7 @@ def test_saved_fusion_comes_back(run, picture, tmp_path):
         (["--threshold"], "--threshold needs a value"),
         (["--treshold", "0.1"], "text-anchors has no field 'treshold' (did you mean 'threshold'?)"),
         (["--exclude-token-ids", "a,b"], "--exclude-token-ids takes whole numbers with commas between them; got 'a,b'"),
-        (["--compress", "4"], "--compress takes a compression and its size, as mean-pool:4; got '4'"),
+        (["--compress", "4"], "--compress takes a compression and its size, as mean-pool:4 or q-former:32; got '4'"),
     ],
 )
 def test_bad_fields(run, picture, options, message):

@@ -20,6 +20,9 @@ def test_parameters_of_the_embedded_model(run):
     model, _ = xf.load_embedded()
     assert numbers(out, "weights")[0] == sum(p.numel() for p in model.parameters())
     for name in xf.FUSIONS:
+        if f"{name} does not fit" in out:  # m-RoPE alone
+            assert name == "circle-rope"
+            continue
         with xf.fused(model, xf.make_fusion(name)):
             added = sum(p.numel() for p in xf.fusion_parameters(model).values())
         assert numbers(out, name)[0] == added

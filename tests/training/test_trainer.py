@@ -76,31 +76,31 @@ def parts_with_gradient(model: torch.nn.Module) -> set[str]:
     [
         (xf.Insertion(), "lora", {"LoRA"}),
         (xf.TextAnchors(threshold=0.1), "lora", {"LoRA"}),
-        (xf.CrossAttention(), "fusion", {"cross"}),
+        (xf.CrossAttention(), "frozen", {"cross"}),
         (xf.CrossAttention(), "lora", {"LoRA", "cross"}),
         (xf.CrossAttention(share_projections=True), "lora", {"LoRA"}),
     ],
 )
 def test_only_the_parts_that_the_recipe_names_are_trained(fusion, train, expected):
-    model = prepare_trainable(xf.fuse(tiny_llava(), fusion), Recipe(train=train))
+    model = prepare_trainable(xf.fuse(tiny_llava(), fusion), Recipe(trainable={"llm": train}))
     assert parts_with_gradient(model) == expected
     adapted = [name for name, _ in model.named_modules() if name.endswith("lora_A")]
     assert all("language_model.layers" in name and ".cross." not in name for name in adapted)
 
 
 def test_fusion_without_weights_cannot_be_trained_alone():
-    with pytest.raises(ValueError, match="no weights of its own to train; use train='lora'"):
-        prepare_trainable(xf.fuse(tiny_llava(), xf.Insertion()), Recipe(train="fusion"))
+    with pytest.raises(ValueError, match=r"no weights of its own to train; use trainable\.llm=lora"):
+        prepare_trainable(xf.fuse(tiny_llava(), xf.Insertion()), Recipe(trainable={"llm": "frozen"}))
 
 
 @pytest.mark.parametrize(
     ("fusion", "train"),
-    [(xf.Insertion(), "lora"), (xf.TextAnchors(threshold=0.1), "lora"), (xf.CrossAttention(), "fusion")],
+    [(xf.Insertion(), "lora"), (xf.TextAnchors(threshold=0.1), "lora"), (xf.CrossAttention(), "frozen")],
 )
 def test_training_lowers_the_loss_and_leaves_the_rest_alone(fusion, train):
     model = xf.fuse(tiny_llava(), fusion)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    recipe = Recipe(train=train, steps=40, batch_size=4, learning_rate=3e-2, warmup_steps=2)
+    recipe = Recipe(trainable={"llm": train}, steps=40, batch_size=4, learning_rate=3e-2, warmup_steps=2)
     trained = prepare_trainable(model, recipe)
     steps = []
     run = fine_tune(trained, Samples(4), collate, recipe, progress=steps.append)
@@ -126,11 +126,11 @@ def test_equal_budgets_show_the_same_batches_to_every_fusion():
             rows.extend(row["input_ids"].tolist() for row in batch)
             return collate(batch)
 
-        recipe = Recipe(train=train, steps=3, batch_size=2, seed=5)
+        recipe = Recipe(trainable={"llm": train}, steps=3, batch_size=2, seed=5)
         fine_tune(prepare_trainable(xf.fuse(tiny_llava(), fusion), recipe), Samples(8), note, recipe)
 
     run("insertion", xf.Insertion(), "lora")
-    run("cross-attention", xf.CrossAttention(), "fusion")
+    run("cross-attention", xf.CrossAttention(), "frozen")
     assert seen["insertion"] == seen["cross-attention"]
 
 

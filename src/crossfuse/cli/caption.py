@@ -37,7 +37,9 @@ def caption(
         str | None, typer.Option(help="insertion or cross-attention.", show_default="as the model was saved")
     ] = None,
     fps: Annotated[float, typer.Option(help="Frames to caption a second of video.")] = 2.0,
-    max_frames: Annotated[int | None, typer.Option(min=1, help="Stop after this many frames.")] = None,
+    max_frames: Annotated[
+        int | None, typer.Option(min=1, help="Most frames: spread over a file, the first ones of a pipe.")
+    ] = None,
     max_pixels: Annotated[int, typer.Option(min=1, help="Shrink larger frames to this many pixels.")] = 504 * 504,
     out: Annotated[str, typer.Option(help="Caption file: x.srt, x.vtt, x.jsonl, or - for the screen.")] = "-",
     resume: Annotated[bool, typer.Option("--resume", help="Go on behind the last caption of --out.")] = False,

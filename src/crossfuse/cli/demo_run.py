@@ -117,8 +117,8 @@ def run_demo(budget: Budget, data_name: DataName, out: Path, *, seed: int, quick
 
 
 def _contenders(budget: Budget, calibration: xf.Calibration, seed: int) -> list[Contender]:
-    lora = Recipe(train="lora", steps=budget.steps, batch_size=budget.batch_size, seed=seed)
-    new_layers = lora.model_copy(update={"train": "fusion"})
+    lora = Recipe(steps=budget.steps, batch_size=budget.batch_size, seed=seed)
+    new_layers = lora.changed({"trainable.llm": "frozen"})
     return [
         Contender(INSERTION, xf.Insertion(), lora),
         Contender(ANCHORS, calibration.fusion(), lora),
@@ -155,7 +155,7 @@ def _compete(
     if contender.recipe is not None:
         torch.manual_seed(seed)
         model = prepare_trainable(model, contender.recipe)
-        with stages.stage(f"{contender.name}: training", contender.recipe.steps) as progress:
+        with stages.stage(f"{contender.name}: training", contender.recipe.steps or 0) as progress:
             run = fine_tune(model, data.train, Collator(processor), contender.recipe, progress=progress)
         losses, train_seconds, trained_parameters = run.losses, run.seconds, run.trained_parameters
     model.eval()

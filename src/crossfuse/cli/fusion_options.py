@@ -105,9 +105,12 @@ def _parse(option: str, value: str, kind: str) -> Any:
             return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[value.lower()]
         if "tuple" in kind:
             return tuple(int(part) for part in value.split(",") if part.strip())
+        if "TextAnchors" in kind:
+            return {"name": "text-anchors", "threshold": float(value)}
         if "Compression" in kind:
-            name, _, size = value.partition(":")
-            return {"name": name, "k": int(size)}
+            from crossfuse.compress import parse_compression
+
+            return parse_compression(value)
         if "int" in kind and "float" not in kind:
             return int(value)
         if "float" in kind:
@@ -123,5 +126,5 @@ def _wanted(kind: str) -> str:
     if "tuple" in kind:
         return "whole numbers with commas between them"
     if "Compression" in kind:
-        return "a compression and its size, as mean-pool:4"
+        return "a compression and its size, as mean-pool:4 or q-former:32"
     return "a whole number" if "int" in kind and "float" not in kind else "a number"

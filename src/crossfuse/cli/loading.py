@@ -35,7 +35,9 @@ def read_config(name: str) -> Any:
     from transformers import AutoConfig
 
     from crossfuse.backbones import supported_architectures
+    from crossfuse.backbones.layouts import refuse_foreign_layout
 
+    refuse_foreign_layout(name)
     supported = supported_architectures()
     try:
         config = AutoConfig.from_pretrained(name)

@@ -13,12 +13,15 @@ import typer
 from crossfuse.cli.anchors import anchors
 from crossfuse.cli.bench import bench
 from crossfuse.cli.caption import caption
+from crossfuse.cli.data import data
 from crossfuse.cli.demo import demo
 from crossfuse.cli.explain import explain
+from crossfuse.cli.export import export
 from crossfuse.cli.fusion_options import FusionCommand
 from crossfuse.cli.generate import generate
 from crossfuse.cli.info import info
 from crossfuse.cli.sweep import sweep
+from crossfuse.cli.train import train
 
 USAGE_ERROR = 2
 INTERNAL_ERROR = 1
@@ -36,9 +39,12 @@ app.command(cls=FusionCommand)(generate)
 app.command(cls=FusionCommand)(anchors)
 app.command()(explain)
 app.command(cls=FusionCommand)(sweep)
+app.command()(train)
+app.command()(export)
 app.command(cls=FusionCommand)(caption)
 app.command()(info)
 app.add_typer(bench, name="bench")
+app.add_typer(data, name="data")
 
 
 def _print_version(wanted: bool) -> None:

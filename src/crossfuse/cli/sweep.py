@@ -18,12 +18,16 @@ def sweep(
     values: Annotated[str, typer.Argument(help="Values, separated by commas: 1,0.16,0.14,0.12,0.1,0.08")],
     field: Annotated[str, typer.Option(help="Field of the fusion, or with --train of the recipe.")] = "threshold",
     fusion: Annotated[str, typer.Option(help="The fusion; its other fields are options too.")] = "text-anchors",
-    model: Annotated[str | None, typer.Option(help="Directory or hub id.", show_default="the embedded model")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Directory or hub id.", show_default="the recipe's, else embedded")
+    ] = None,
     data: Annotated[str, typer.Option(help="JSON lines of records to measure on, or `scenes`.")] = "scenes",
     train: Annotated[
-        str | None, typer.Option(help="Recipe (YAML or JSON) to train each value with; `default` for its defaults.")
+        str | None, typer.Option(help="Recipe (a name or a file) to train each value with; `default` for its defaults.")
     ] = None,
-    train_data: Annotated[str, typer.Option(help="Records to train on, or `scenes`.")] = "scenes",
+    train_data: Annotated[
+        str | None, typer.Option(help="Records to train on.", show_default="the recipe's own, else scenes")
+    ] = None,
     metrics: Annotated[str, typer.Option(help=f"Some of {', '.join(METRICS)}, separated by commas.")] = "accuracy,loss",
     samples: Annotated[int, typer.Option(min=2, help="Records to measure on.")] = 200,
     out: Annotated[Path, typer.Option("--out", help="Directory for sweep.csv, .md, .png and .json.")] = Path(
@@ -43,11 +47,10 @@ def sweep(
     from crossfuse.analysis.sweep import sweep as run_sweep
     from crossfuse.api import fusion_of, unfuse
     from crossfuse.cli.explain import read_data
-    from crossfuse.cli.loading import load_model
     from crossfuse.cli.progress import Stages
     from crossfuse.reports.files import write_bytes, write_json
 
-    network, processor = load_model(model)
+    network, processor = _start(model, recipe)
     if fusion_of(network) is not None:
         unfuse(network)
     records = read_data(data, samples)
@@ -69,8 +72,9 @@ def sweep(
         out / "sweep.json",
         {
             "field": field, "values": parsed, "metrics": table.to_json(),
-            "fusion": base.to_dict() if base else None, "recipe": None if recipe is None else recipe.model_dump(),
-            "model": model or "embedded", "data": data, "samples": len(records),
+            "fusion": base.to_dict() if base else None,
+            "recipe": None if recipe is None else recipe.model_dump(mode="json"),
+            "model": model or (recipe and recipe.model) or "embedded", "data": data, "samples": len(records),
         },
     )  # fmt: skip
     typer.echo(table.to_markdown().rstrip())
@@ -108,35 +112,48 @@ def measure(network: Any, processor: Any, records: list[Any], metrics: list[str]
     return {name: found[name] for name in metrics}
 
 
-def _train(network: Any, processor: Any, recipe: Any, data: str) -> Any:
+def _start(model: str | None, recipe: Any) -> tuple[Any, Any]:
+    """The model that every value starts from: the one that is named, the recipe's, or the embedded one."""
+    from crossfuse.api import load_embedded
+    from crossfuse.cli.loading import load_model, quiet_libraries
+
+    name = model or (None if recipe is None else recipe.model)
+    if model is None and recipe is not None and recipe.compose is not None:
+        raise ValueError("a sweep takes no recipe that composes its model; save the composed model and give --model")
+    if name in (None, "embedded", "embedded:start"):
+        quiet_libraries()
+        return load_embedded("start" if name == "embedded:start" else "model")
+    return load_model(name)
+
+
+def _train(network: Any, processor: Any, recipe: Any, data: str | None) -> Any:
     from crossfuse.cli.explain import read_data
     from crossfuse.data.collate import Collator
     from crossfuse.fusions.anchors.alignment import AlignedCollator
     from crossfuse.training.trainer import fine_tune, prepare_trainable
 
-    records = read_data(data, recipe.steps * recipe.batch_size, split="train")
+    trained = prepare_trainable(network, recipe)
+    if data is None and recipe.data:
+        from crossfuse.training.start import collator_for, open_sources
+
+        fine_tune(trained, open_sources(recipe.data), collator_for(recipe, processor), recipe)
+        return trained
+    if recipe.steps is None:
+        raise ValueError(f"a sweep trains for a number of steps, the recipe has epochs={recipe.epochs:g}; set steps")
+    count = recipe.steps * recipe.batch_size * recipe.accumulation
+    records = read_data(data or "scenes", count, split="train")
     collator: Any = Collator(processor)
     if recipe.alignment_weight:
         collator = AlignedCollator(collator)
-    trained = prepare_trainable(network, recipe)
     fine_tune(trained, records, collator, recipe)
     return trained
 
 
 def _recipe(source: str) -> Any:
     from crossfuse.training.recipe import Recipe
+    from crossfuse.training.recipe_files import load_recipe
 
-    if source == "default":
-        return Recipe()
-    path = Path(source)
-    if not path.is_file():
-        raise ValueError(f"no such recipe: {source}; give a YAML or JSON file, or `default`")
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".json":
-        return Recipe.model_validate(json.loads(text))
-    import yaml
-
-    return Recipe.model_validate(yaml.safe_load(text) or {})
+    return Recipe() if source == "default" else load_recipe(source)
 
 
 def _value(text: str) -> Any:

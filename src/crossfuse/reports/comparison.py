@@ -138,14 +138,14 @@ def _training(page: ReportPage, comparison: Comparison) -> None:
         if recipe is None:
             rows.append([outcome.name, "not trained here", "–", "–", "–", "–"])
             continue
-        what = f"LoRA, rank {recipe.lora_rank}" if recipe.train == "lora" else "cross-attention layers"
+        what = f"LoRA, rank {recipe.lora.rank}" if recipe.trainable.llm == "lora" else "cross-attention layers"
         rows.append(
             [
                 outcome.name,
                 what,
                 f"{outcome.trained_parameters:,}",
-                f"{recipe.steps:,}",
-                f"{recipe.steps * recipe.batch_size:,}",
+                f"{recipe.steps or 0:,}",
+                f"{(recipe.steps or 0) * recipe.batch_size:,}",
                 f"{outcome.train_seconds:.1f} s",
             ]
         )
