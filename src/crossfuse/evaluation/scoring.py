@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
 
-_YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
+from crossfuse.evaluation.answers import yes_no
 
 
 def normalise(answer: str) -> str:
@@ -21,15 +20,6 @@ def normalise(answer: str) -> str:
 def exact_match(answer: str, reference: str) -> bool:
     """Whether both are the same after `normalise`."""
     return normalise(answer) == normalise(reference)
-
-
-def yes_no(answer: str) -> str | None:
-    """ "yes" or "no": the first of these that stands in the answer as a whole word; None where neither does.
-
-    "Notice" and "yesterday" are no answers: whole words only.
-    """
-    found = _YES_NO.search(answer)
-    return found.group(1).lower() if found else None
 
 
 def is_right(answer: str, reference: str) -> bool | None:
