@@ -28,7 +28,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import crossfuse as xf
-from crossfuse.backbones.composed_model import EncodedVision
+from crossfuse.backbones.composed_body import EncodedVision
 from crossfuse.data.packing import pack_batch, pack_samples
 from crossfuse.storage import replace_file
 

@@ -76,7 +76,7 @@ def prepare(recipe: SmolRecipe, insertion: bool) -> tuple[Any, Any]:
 
 def loss_of(composed: Any, model: Any, batch: dict[str, Any]) -> Tensor:
     """Cross-entropy of the answers in nats a token; ``lm_head`` runs on labelled rows alone."""
-    from crossfuse.backbones.composed_model import EncodedVision
+    from crossfuse.backbones.composed_body import EncodedVision
 
     inputs = dict(batch)
     tokens = inputs.pop("tokens").float()

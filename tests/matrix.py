@@ -59,6 +59,7 @@ MATRIX: dict[str, list[xf.Fusion]] = {
     ],
 }
 
+
 def name_of(fusion: xf.Fusion) -> str:
     """The fusion and the fields that differ from their defaults: a readable test id."""
     parts = [fusion.name]

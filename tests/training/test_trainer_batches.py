@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fusions" / "anchors"))
+
+from tiny_qwen import batch as qwen_batch
+from tiny_qwen import qwen
 
 import crossfuse as xf
 from crossfuse.data.packing import pack_batch
@@ -17,8 +24,8 @@ from crossfuse.training.checkpoints import trained_state
 from crossfuse.training.lengths import sample_lengths
 from crossfuse.training.logs import StepInfo
 from crossfuse.training.progress import describe, training_bar
-from crossfuse.training.trainer import train
-from tiny import llava
+from crossfuse.training.trainer import prepare_trainable, train
+from tiny import labelled, llava
 from training_runs import FULL, Rows, collate, lengths, model_for, recipe
 
 
@@ -162,3 +169,27 @@ def test_the_bar_shows_tokens_of_text_and_image_and_memory():
     with training_bar(silent) as show:
         show(info)
     assert silent.file.getvalue().strip() == ""
+
+
+def test_a_packed_step_of_qwen_is_the_step_of_its_samples():
+    """Positions of three rows, images of different grids, a text among them; the sampler and the collator included."""
+    singles = [labelled(qwen_batch(row, seed=i)) for i, row in enumerate([[3, (4, 4), 6], [2, (4, 8), 5], [8]])]
+    rows = [{n: v[0] if v.shape[0] == 1 and n in QWEN_ALIGNED else v for n, v in row.items()} for row in singles]
+    lost = {}
+    for packing, size in ((None, 3), ({"max_text_tokens": 100, "max_image_tokens": 100}, 1)):
+        chosen = recipe(steps=1, batch_size=size, packing=packing, trainable={"llm": "full"})
+        model = prepare_trainable(xf.fuse(qwen(), xf.CrossAttention(joint_text=True)), chosen)
+        lost[size] = train(model, rows, qwen_collate, chosen).losses[0][1]
+    assert lost[1] == pytest.approx(lost[3], rel=1e-5)
+
+
+QWEN_ALIGNED = {"input_ids": 0, "attention_mask": 0, "labels": -100, "mm_token_type_ids": 0}
+
+
+def qwen_collate(rows):
+    made = {n: torch.nn.utils.rnn.pad_sequence([r[n] for r in rows], True, fill) for n, fill in QWEN_ALIGNED.items()}
+    for name in ("pixel_values", "image_grid_thw"):
+        found = [row[name] for row in rows if name in row]
+        if found:
+            made[name] = torch.cat(found)
+    return made

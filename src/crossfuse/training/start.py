@@ -182,7 +182,12 @@ class _Scenes(Sequence[Record]):
 
 
 def _sampling(video: Any) -> VideoSampling:
-    return VideoSampling(video.fps, video.max_seconds, video.max_pixels, video.max_image_tokens)
+    return VideoSampling(
+        fps=video.fps,
+        max_seconds=video.max_seconds,
+        max_pixels=video.max_pixels,
+        max_tokens=video.max_image_tokens,
+    )
 
 
 def collator_for(recipe: Recipe, processor: Any) -> Any:

@@ -255,6 +255,7 @@ def check_directory(out: Path, recipe: Recipe, resume: bool) -> None:
         "save_every",
         "patience",
         "best_epoch",
+        "accumulation",  # of one process: two of them make half as many passes
     }
     changed = [
         name for name in Recipe.model_fields if name not in free and getattr(stored, name) != getattr(recipe, name)
