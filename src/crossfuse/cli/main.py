@@ -13,13 +13,16 @@ import typer
 from crossfuse.cli.anchors import anchors
 from crossfuse.cli.bench import bench
 from crossfuse.cli.caption import caption
+from crossfuse.cli.compare import compare
 from crossfuse.cli.data import data
 from crossfuse.cli.demo import demo
+from crossfuse.cli.evaluate import evaluate
 from crossfuse.cli.explain import explain
 from crossfuse.cli.export import export
 from crossfuse.cli.fusion_options import FusionCommand
 from crossfuse.cli.generate import generate
 from crossfuse.cli.info import info
+from crossfuse.cli.score import score
 from crossfuse.cli.sweep import sweep
 from crossfuse.cli.train import train
 
@@ -41,6 +44,9 @@ app.command()(explain)
 app.command(cls=FusionCommand)(sweep)
 app.command()(train)
 app.command()(export)
+app.command(cls=FusionCommand)(evaluate)
+app.command()(score)
+app.command()(compare)
 app.command(cls=FusionCommand)(caption)
 app.command()(info)
 app.add_typer(bench, name="bench")

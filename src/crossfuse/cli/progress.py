@@ -48,6 +48,21 @@ class Stages:
         finally:
             self._progress.remove_task(task)
 
+    @contextlib.contextmanager
+    def steps(self) -> Iterator[Callable[[str, int, int], None]]:
+        """A bar whose description and total change: the function that it gives takes (description, done, total)."""
+        task = self._progress.add_task("", total=None)
+
+        def show(description: str, done: int, total: int) -> None:
+            if self._progress.tasks[self._progress.task_ids.index(task)].description != description:
+                self._progress.reset(task, description=description, total=total)
+            self._progress.update(task, completed=done, total=total)
+
+        try:
+            yield show
+        finally:
+            self._progress.remove_task(task)
+
     def say(self, line: str) -> None:
         """Print a line above the bars."""
         self.console.print(line, markup=False, highlight=False)

@@ -99,7 +99,7 @@ class Comparison:
         return {
             "name": outcome.name,
             "fusion": outcome.fusion,
-            "recipe": None if outcome.recipe is None else outcome.recipe.model_dump(),
+            "recipe": None if outcome.recipe is None else outcome.recipe.model_dump(mode="json"),
             "trained_parameters": outcome.trained_parameters,
             "train_seconds": round(outcome.train_seconds, 2),
             "answer_seconds": round(outcome.answer_seconds, 2),

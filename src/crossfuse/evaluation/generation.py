@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from PIL import Image
 
 from crossfuse.data.collate import Collator
 from crossfuse.data.records import Record
@@ -24,8 +26,9 @@ def answer(
 ) -> list[str]:
     """The model's answers in the order of `records`, without special tokens and surrounding blanks.
 
-    A record's own last answer is left out of the prompt. Batches are padded on the left whatever the tokenizer's
-    setting, since generation goes on from the last position; in float32 the answers do not depend on the batch size.
+    A record's own last answer is left out of the prompt. Batches hold samples of like length and are padded on the left
+    whatever the tokenizer's setting, since generation goes on from the last position; in float32 the answers do not
+    depend on the batch size.
 
     Args:
         progress: called with the number of answers that each batch adds.
@@ -34,12 +37,13 @@ def answer(
     Raises:
         ValueError: a batch size below 1, an image that cannot be opened, or a reserved string in a prompt.
     """
-    answers: list[str] = []
-    for batch in _batches(records, batch_size):
-        answers += _answer_batch(model, processor, batch, {"max_new_tokens": max_new_tokens} | decoding)
+    answers: dict[int, str] = {}
+    for batch in _batches(list(enumerate(records)), batch_size, processor):
+        texts = _answer_batch(model, processor, [r for _, r in batch], {"max_new_tokens": max_new_tokens} | decoding)
+        answers |= {index: text for (index, _), text in zip(batch, texts, strict=True)}
         if progress is not None:
             progress(len(batch))
-    return answers
+    return [answers[index] for index in range(len(records))]
 
 
 def predict(
@@ -58,9 +62,10 @@ def predict(
     if progress is not None:
         progress(len(records) - len(missing))
     with file:
-        for batch in _batches(missing, file.settings.batch_size):
-            answers = _answer_batch(model, processor, batch, file.settings.decoding)
-            file.append((r.id, prompt_text(r), a) for r, a in zip(batch, answers, strict=True))
+        for batch in _batches(list(enumerate(missing)), file.settings.batch_size, processor):
+            asked = [record for _, record in batch]
+            answers = _answer_batch(model, processor, asked, file.settings.decoding)
+            file.append((r.id, prompt_text(r), a) for r, a in zip(asked, answers, strict=True))
             if progress is not None:
                 progress(len(batch))
     return [str(file.answered(record.id, prompt_text(record))) for record in records]
@@ -87,11 +92,33 @@ def run_settings(model: Any, name: str, *, batch_size: int, max_new_tokens: int)
     )
 
 
-def _batches(records: Sequence[Record], size: int) -> Iterator[Sequence[Record]]:
+def _batches(
+    numbered: Sequence[tuple[int, Record]], size: int, processor: Any
+) -> Iterator[Sequence[tuple[int, Record]]]:
+    """Batches of samples of like length, the longest first: little padding, and a lack of memory shows at once."""
     if size < 1:
         raise ValueError(f"batch_size must be at least 1; got {size}")
-    for start in range(0, len(records), size):
-        yield records[start : start + size]
+    if size > 1:
+        lengths = {index: _length(record, processor) for index, record in numbered}
+        numbered = sorted(numbered, key=lambda item: lengths[item[0]], reverse=True)
+    for start in range(0, len(numbered), size):
+        yield numbered[start : start + size]
+
+
+def _length(record: Record, processor: Any) -> tuple[int, int, int]:
+    """What a sample's length goes by: number of images, their pixels (their headers are read), tokens of the text."""
+    pixels = sum(map(_pixels, record.images))
+    return len(record.images), pixels, len(processor.tokenizer(prompt_text(record)).input_ids)
+
+
+def _pixels(image: str | bytes | Image.Image) -> int:
+    if isinstance(image, Image.Image):
+        return image.width * image.height
+    try:
+        with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
+            return opened.width * opened.height
+    except (OSError, ValueError):
+        return 0  # told with the sample's id when it is its turn to be asked
 
 
 @torch.inference_mode()
