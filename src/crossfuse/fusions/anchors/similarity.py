@@ -35,15 +35,20 @@ def best_partner(embeds: Tensor, seekers: Tensor, partners: Tensor, segments: Te
         return BestPartner(seeker, nothing, nothing.float())
     with torch.no_grad():
         cosine = cosines(embeds, seeker, partner)
-        allowed = (seeker >= 0)[:, :, None] & (partner >= 0)[:, None, :]
-        if segments is not None:
-            allowed &= gather_by(segments, seeker)[:, :, None] == gather_by(segments, partner)[:, None, :]
-        cosine.masked_fill_(~allowed, -torch.inf)
+        cosine.masked_fill_(~may_match(seeker, partner, segments), -torch.inf)
         best = cosine.argmax(-1)  # documented: the first of equal maxima
         value = cosine.gather(-1, best[..., None])[..., 0]
     found = torch.isfinite(value)
     chosen = torch.where(found, partner.gather(1, best), -1)
     return BestPartner(seeker, chosen, torch.where(found, value, -1.0))
+
+
+def may_match(seeker: Tensor, partner: Tensor, segments: Tensor | None) -> Tensor:
+    """(B, K, M) bool: both columns are there (not -1), and in one segment where there are segments (B, L)."""
+    allowed = (seeker >= 0)[:, :, None] & (partner >= 0)[:, None, :]
+    if segments is not None:
+        allowed &= gather_by(segments, seeker)[:, :, None] == gather_by(segments, partner)[:, None, :]
+    return allowed
 
 
 def cosines(embeds: Tensor, seeker: Tensor, partner: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from crossfuse.fusions.anchors.order import order_with_copies
-from crossfuse.fusions.anchors.similarity import BestPartner, cosines
+from crossfuse.fusions.anchors.similarity import BestPartner, cosines, may_match
 from crossfuse.fusions.anchors.text_anchors import candidates
 from crossfuse.fusions.cross_attention.visibility import window_numbers
 from crossfuse.sequence import FusedInputs, Layout, MultimodalSequence, gather_by, left_padded
@@ -115,10 +115,8 @@ def best_in_windows(
     with torch.no_grad():
         cosine = cosines(embeds, seeker, partner)
         own = gather_by(window, partner).clamp(min=0)
-        allowed = (seeker >= 0)[:, :, None] & (partner >= 0)[:, None, :]
+        allowed = may_match(seeker, partner, segments)
         allowed &= gather_by(window, seeker)[:, :, None] <= own[:, None, :]
-        if segments is not None:
-            allowed &= gather_by(segments, seeker)[:, :, None] == gather_by(segments, partner)[:, None, :]
         cosine.masked_fill_(~allowed, -torch.inf)
         shape = (*cosine.shape[:2], int(own.max()) + 1)
         index = own[:, None, :].expand_as(cosine)
