@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from PIL import Image
@@ -23,6 +24,25 @@ class Lengths(NamedTuple):
     def total(self) -> int:
         """Positions of the row that the collator makes of the record."""
         return self.text + self.image
+
+
+def template_messages(record: Record, video_frames: Sequence[int], native: bool) -> list[dict[str, Any]]:
+    """The messages as a chat template takes them. ``video_frames``: the frames of each video of the record; where the
+    processor takes no videos (``native`` False) every frame is an image of its own."""
+    frames = iter(video_frames)
+    messages = []
+    for message in record.messages:
+        parts: list[dict[str, Any]] = []
+        for part in message.content:
+            if isinstance(part, TextPart):
+                parts.append({"type": "text", "text": part.text})
+            elif isinstance(part, ImagePart):
+                parts.append({"type": "image"})
+            elif isinstance(part, VideoPart):
+                count = next(frames)
+                parts += [{"type": "video"}] if native else [{"type": "image"}] * count
+        messages.append({"role": message.role, "content": parts})
+    return messages
 
 
 class TokenCounter:
@@ -48,25 +68,14 @@ class TokenCounter:
         native = takes_videos(self.processor)
         tokens = sum(self.image_tokens(*size) for size in sizes)
         slots = len(sizes)
-        messages: list[dict[str, Any]] = []
-        remaining = list(clips or ())
-        for frames, width, height in remaining:
+        clips = clips or []
+        for frames, width, height in clips:
             if native:
                 tokens += self._video_tokens(frames, width, height)
             else:
                 tokens += frames * self.image_tokens(width, height)
             slots += 1 if native else frames
-        for message in record.messages:
-            parts: list[dict[str, Any]] = []
-            for part in message.content:
-                if isinstance(part, TextPart):
-                    parts.append({"type": "text", "text": part.text})
-                elif isinstance(part, ImagePart):
-                    parts.append({"type": "image"})
-                elif isinstance(part, VideoPart):
-                    frames = remaining.pop(0)[0]
-                    parts += [{"type": "video"}] if native else [{"type": "image"}] * frames
-            messages.append({"role": message.role, "content": parts})
+        messages = template_messages(record, [frames for frames, _, _ in clips], native)
         return Lengths(self._text_tokens(messages) - slots, tokens)
 
     def image_tokens(self, width: int, height: int) -> int:

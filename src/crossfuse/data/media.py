@@ -9,8 +9,8 @@ from typing import Any
 from PIL import Image
 
 from crossfuse.data.images import MAX_RATIO, open_image, refuse_extreme
-from crossfuse.data.lengths import takes_videos, token_geometry
-from crossfuse.data.records import ImagePart, Record, TextPart, VideoPart
+from crossfuse.data.lengths import takes_videos, template_messages, token_geometry
+from crossfuse.data.records import ImagePart, Record, VideoPart
 from crossfuse.data.videos import VideoSampling, read_clip
 
 
@@ -56,27 +56,11 @@ class MediaOpener:
 
     def __call__(self, record: Record) -> OpenedRecord:
         native = takes_videos(self.processor)
-        pictures = iter([self._image(image) for image in record.images])
-        videos = iter([self._clip(video) for video in record.videos])
-        images: list[Image.Image] = []
-        clips: list[Clip] = []
-        messages: list[dict[str, Any]] = []
-        for message in record.messages:
-            parts: list[dict[str, Any]] = []
-            for part in message.content:
-                if isinstance(part, TextPart):
-                    parts.append({"type": "text", "text": part.text})
-                elif isinstance(part, ImagePart):
-                    images.append(next(pictures))
-                    parts.append({"type": "image"})
-                elif isinstance(part, VideoPart):
-                    clip = next(videos)
-                    if native:
-                        clips.append(clip)
-                    else:
-                        images += clip.frames
-                    parts += [{"type": "video"}] if native else [{"type": "image"}] * len(clip.frames)
-            messages.append({"role": message.role, "content": parts})
+        images = [self._image(image) for image in record.images]
+        clips = [self._clip(video) for video in record.videos]
+        messages = template_messages(record, [len(clip.frames) for clip in clips], native)
+        if not native:
+            images, clips = _frames_among(record, images, clips), []
         return OpenedRecord(record, images, clips, messages)
 
     def _image(self, source: Any) -> Image.Image:
@@ -93,3 +77,16 @@ class MediaOpener:
         times = [time for time, _ in frames]
         fps = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else self.video.fps
         return Clip([image for _, image in frames], fps)
+
+
+def _frames_among(record: Record, images: list[Image.Image], clips: list[Clip]) -> list[Image.Image]:
+    """The record's images and the frames of its videos, in the order of their slots."""
+    pictures, videos = iter(images), iter(clips)
+    slots: list[Image.Image] = []
+    for message in record.messages:
+        for part in message.content:
+            if isinstance(part, ImagePart):
+                slots.append(next(pictures))
+            elif isinstance(part, VideoPart):
+                slots += next(videos).frames
+    return slots
