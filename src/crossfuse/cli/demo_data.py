@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
+from crossfuse.data.lazy import LazyRecords
 from crossfuse.data.records import Record
 
 DataName = Literal["scenes", "easy-vqa"]
 SCENE_KINDS = ("existence", "colour", "shape", "count", "relation")
-
-
-class LazyRecords(Sequence[Record]):
-    """`count` records, each made by `make(index)` when it is asked for."""
-
-    def __init__(self, count: int, make: Callable[[int], Record]) -> None:
-        self._count = count
-        self._make = make
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def, override]
-        if isinstance(index, slice):
-            return [self._make(i) for i in range(*index.indices(self._count))]
-        return self._make(index)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
 
 from PIL import Image
 
+from crossfuse.data.lazy import LazyRecords
 from crossfuse.data.questions import QUESTION_KINDS, ask
 from crossfuse.data.records import ImagePart, Record, TextPart
 from crossfuse.data.scenes import Scene, Split, make_scene, render
@@ -18,24 +18,6 @@ SCENE_POOL = 4096
 # Rarer than the others: a caption is as long as ten short answers.
 KIND_WEIGHTS = {kind: 1 if kind == "caption" else 3 for kind in QUESTION_KINDS}
 HELD_OUT_PICTURES = 200
-
-
-class LazyRecords(Sequence[Record]):
-    """`count` records, each made by `make(index)` when it is asked for."""
-
-    def __init__(self, count: int, make: Callable[[int], Record]) -> None:
-        self._count = count
-        self._make = make
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def, override]
-        if isinstance(index, slice):
-            return [self._make(i) for i in range(*index.indices(self._count))]
-        if not -self._count <= index < self._count:
-            raise IndexError(f"index must be 0 to {self._count - 1}; got {index}")
-        return self._make(index % self._count)
 
 
 def training_mix(count: int, *, seed: int, questions: int = 1, split: Split = "train") -> LazyRecords:

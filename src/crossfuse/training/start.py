@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from crossfuse.data.collate import Collator
+from crossfuse.data.lazy import LazyRecords
 from crossfuse.data.records import Record
 from crossfuse.data.videos import VideoSampling
 from crossfuse.training.batches import Joined
@@ -140,7 +141,7 @@ def open_source(source: DataSource) -> Any:
     if source.kinds is not None:
         if source.path != "scenes":
             raise ValueError(f"data.kinds is for rendered scenes; {source.path} has none, set it to null")
-        return _Scenes(source)
+        return _scenes(source)
     return load_records(
         source.path,
         source.format,
@@ -153,32 +154,24 @@ def open_source(source: DataSource) -> Any:
     )
 
 
-class _Scenes(Sequence[Record]):
+def _scenes(source: DataSource) -> LazyRecords:
     """Rendered scenes with some kinds of question only."""
+    from crossfuse.data.formats.scenes import SCENE_KINDS, SCENES_DEFAULT
+    from crossfuse.data.questions import SceneQuestions
 
-    def __init__(self, source: DataSource) -> None:
-        from crossfuse.data.formats.scenes import SCENE_KINDS, SCENES_DEFAULT
-        from crossfuse.data.questions import SceneQuestions
+    unknown = sorted(set(source.kinds or ()) - set(SCENE_KINDS))
+    if unknown:
+        raise ValueError(f"data.kinds: no kind of question is called {unknown[0]!r}; known: {', '.join(SCENE_KINDS)}")
+    split, size, kinds = source.split or "train", source.limit or SCENES_DEFAULT, source.kinds
+    questions = SceneQuestions(split, size, seed=0, kinds=kinds)  # type: ignore[arg-type]
 
-        unknown = sorted(set(source.kinds or ()) - set(SCENE_KINDS))
-        if unknown:
-            raise ValueError(
-                f"data.kinds: no kind of question is called {unknown[0]!r}; known: {', '.join(SCENE_KINDS)}"
-            )
-        self.split, self.size = source.split or "train", source.limit or SCENES_DEFAULT
-        kinds: Any = source.kinds
-        self._questions = SceneQuestions(self.split, self.size, seed=0, kinds=kinds)  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self.size))]
-        image, question, _ = self._questions[index]
+    def make(index: int) -> Record:
+        image, question, _ = questions[index]
         return Record.of_question(
-            f"scenes-{self.split}-{index}", question.text, question.answer, [image], kind=question.kind
+            f"scenes-{split}-{index}", question.text, question.answer, [image], kind=question.kind
         )
+
+    return LazyRecords(size, make)
 
 
 def _sampling(video: Any) -> VideoSampling:
