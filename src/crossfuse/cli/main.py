@@ -120,8 +120,7 @@ def _message(error: Exception) -> str:
         return str(error.format_message())
     if type(error).__name__ == "ValidationError" and hasattr(error, "errors"):
         # pydantic lists every fault with a link each; the first one in its own words is what a line can hold.
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        reason = first["msg"].removeprefix("Value error, ")
-        return f"{place}: {reason}" if place else reason
+        from crossfuse.data.records import first_reason
+
+        return first_reason(error)
     return str(error)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from crossfuse.data.clips import EVENT_KINDS, EventKind
+from crossfuse.data.records import first_reason
 from crossfuse.data.scenes import MAX_OBJECTS, Split
 from crossfuse.data.stream_collate import StreamLayout
 from crossfuse.data.streams import CLIP_FPS, ClipStreams
@@ -106,9 +107,5 @@ def load_stream_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = 
                 raise ValueError(f"a change is written key=value, such as training.steps=400; got {text!r}")
             set_dotted(values, name.strip(), yaml.safe_load(value))
         return StreamRecipe.model_validate(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{source.name}: {place}: {first['msg'].removeprefix('Value error, ')}") from error
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{source.name}: {' '.join(str(error).split())}") from error
+    except (ValueError, yaml.YAMLError) as error:  # pydantic's ValidationError is a ValueError
+        raise ValueError(f"{source.name}: {' '.join(first_reason(error).split())}") from error

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
+from crossfuse.data.records import first_reason
 from crossfuse.fusion import nearest
 from crossfuse.training.recipe import EXCLUSIVE, SECTIONS, DataSource, Recipe, set_dotted, untag
 
@@ -47,7 +47,7 @@ def load_recipe(source: str | os.PathLike[str], overrides: Sequence[str] = ()) -
             untag(values, name)
         return _validated(values)
     except ValueError as error:
-        raise ValueError(f"{path.name}: {_reason(error)}") from error
+        raise ValueError(f"{path.name}: {first_reason(error)}") from error
 
 
 def find_recipe(source: str | os.PathLike[str]) -> Path:
@@ -104,7 +104,7 @@ def _merged(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
     except ValueError as error:
         if below or str(error).startswith(f"{path.name}:"):
             raise
-        raise ValueError(f"{path.name}: {_reason(error)}") from error
+        raise ValueError(f"{path.name}: {first_reason(error)}") from error
     return _over(base, values)
 
 
@@ -195,15 +195,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _validated(values: dict[str, Any]) -> Recipe:
     return Recipe.model_validate({name: value for name, value in values.items() if value is not None})
-
-
-def _reason(error: ValueError) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{place}: {message}" if place else message
 
 
 class _Loader(yaml.SafeLoader):
