@@ -26,19 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from smollm2 import BLOCKS, VOCABULARY, compose
 
 import crossfuse as xf
 
 OUTPUT = Path("build/bench/cross_attention.json")
-SMOLLM2 = {
-    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192,
-    "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
-}  # fmt: skip
-IMAGE_SIDE, STRIDE, IMAGE_TOKENS, TEXT_TOKENS, ANSWER = 128, 16, 64, 30, 8
+IMAGE_SIDE, IMAGE_TOKENS, TEXT_TOKENS, ANSWER = 128, 64, 30, 8
 
 
 @dataclass
@@ -53,18 +46,10 @@ class Row:
     met: bool
 
 
-def build(layers: int) -> Any:
-    """SmolLM2's shape with a convolution of 112 channels as encoder: 64 tokens a picture of 128 × 128 pixels."""
-    torch.manual_seed(0)
-    llm = LlamaForCausalLM(LlamaConfig(**{**SMOLLM2, "num_hidden_layers": layers}))
-    tower = nn.Conv2d(3, 112, STRIDE, stride=STRIDE).requires_grad_(False)
-    return xf.VisionLanguageModel.compose(llm, tower, image_size=IMAGE_SIDE)
-
-
 def batch(model: Any, samples: int) -> dict[str, Any]:
     """Image first, then text, labels on the last tokens."""
     image = torch.full((samples, IMAGE_TOKENS), model.config.image_token_id)
-    ids = torch.cat([image, torch.randint(3, 49152, (samples, TEXT_TOKENS))], 1)
+    ids = torch.cat([image, torch.randint(3, VOCABULARY, (samples, TEXT_TOKENS))], 1)
     labels = torch.full_like(ids, -100)
     labels[:, -ANSWER:] = ids[:, -ANSWER:]
     pixels = torch.randn(samples, 3, IMAGE_SIDE, IMAGE_SIDE)
@@ -89,7 +74,7 @@ def training_step(model: Any, inputs: dict[str, Any], trains_llm: bool) -> Calla
 
 def compare_training(trains_llm: bool, layers: int, samples: int, turns: int) -> Row:
     torch.manual_seed(1)
-    base = build(layers)
+    base = compose(layers, IMAGE_SIDE)
     models = [xf.fuse(copy.deepcopy(base), xf.CrossAttention(every=3)), xf.fuse(base, xf.Insertion())]
     inputs = batch(base, samples)
     steps = [training_step(model, inputs, trains_llm) for model in models]
@@ -124,7 +109,7 @@ class Stream:
 
 @torch.inference_mode()
 def compare_decoding(layers: int, tokens: int) -> Row:
-    plain = build(layers).eval()
+    plain = compose(layers, IMAGE_SIDE).eval()
     model = xf.fuse(copy.deepcopy(plain), xf.CrossAttention(every=3))
     inputs = batch(plain, 1)
     text = {"input_ids": inputs["input_ids"][:, IMAGE_TOKENS:]}
@@ -142,7 +127,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="6 blocks and few turns: for trying the script only")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    layers, samples, turns, tokens = (6, 4, 1, 24) if options.quick else (SMOLLM2["num_hidden_layers"], 16, 2, 96)
+    layers, samples, turns, tokens = (6, 4, 1, 24) if options.quick else (BLOCKS, 16, 2, 96)
     rows = [
         compare_decoding(layers, tokens),
         compare_training(False, layers, samples, turns),

@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from smollm2 import CHANNELS, VOCABULARY, compose
 
 import crossfuse as xf
 from crossfuse.backbones.composed_body import EncodedVision
@@ -34,7 +33,6 @@ from crossfuse.storage import replace_file
 
 OUTPUT = Path("build/bench/packing.json")
 SAMPLES, TEXT_BUDGET, IMAGE_BUDGET = 4096, 2048, 20480
-CHANNELS, VOCABULARY = 112, 49152
 TARGETS = {"full": 0.95, "speed": 1.3}
 
 
@@ -44,18 +42,6 @@ def draw_mix(count: int, seed: int) -> tuple[np.ndarray, list[np.ndarray]]:
     text = np.clip(draw.lognormal(np.log(120), 1.0, count).astype(int), 4, TEXT_BUDGET)
     images = [draw.integers(64, 1157, draw.integers(0, 9)) for _ in range(count)]
     return text, images
-
-
-def build(layers: int) -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=576, intermediate_size=1536, num_hidden_layers=layers,
-        num_attention_heads=9, num_key_value_heads=3, head_dim=64, max_position_embeddings=8192,
-        tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2,
-    )  # fmt: skip
-    tower = nn.Conv2d(3, CHANNELS, 16, stride=16).requires_grad_(False)
-    model = xf.VisionLanguageModel.compose(LlamaForCausalLM(config), tower, image_size=64)
-    return xf.fuse(model, xf.CrossAttention(every=3)).train()
 
 
 def padded(model: Any, members: list[int], text: np.ndarray, images: list[np.ndarray], seed: int = 0) -> dict[str, Any]:
@@ -104,7 +90,7 @@ def main() -> int:
     seconds = time.perf_counter() - began
     print(f"{report} (packed in {seconds:.2f} s)")
 
-    model = build(layers)
+    model = xf.fuse(compose(layers, image_size=64), xf.CrossAttention(every=3)).train()
     model.model.vision_tower.requires_grad_(False)
     chosen = [bins[i] for i in np.random.default_rng(1).choice(len(bins), rows, replace=False)]
     members = [index for row in chosen for index in row]

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler
+from smollm2 import VOCABULARY, compose
+from transformers import get_scheduler
 
 import crossfuse as xf
 from crossfuse.data.collate import Collator
@@ -43,7 +43,7 @@ from crossfuse.training.recipe import Recipe
 from crossfuse.training.trainer import prepare_trainable, train
 
 OUTPUT = Path("build/bench/training.json")
-BATCH, VOCABULARY, CHANNELS = 32, 49152, 112
+BATCH = 32
 TARGETS = {"data": 3.0, "overhead": 0.10}
 
 
@@ -94,18 +94,6 @@ def appetite(path: Path, steps: int) -> float:
     )
     spans = [b - a for a, b in itertools.pairwise(times[1:])]
     return BATCH / statistics.median(spans)
-
-
-def smol(layers: int) -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=576, intermediate_size=1536, num_hidden_layers=layers,
-        num_attention_heads=9, num_key_value_heads=3, head_dim=64, max_position_embeddings=2048,
-        tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2,
-    )  # fmt: skip
-    tower = nn.Conv2d(3, CHANNELS, 16, stride=16).requires_grad_(False)
-    model = xf.VisionLanguageModel.compose(LlamaForCausalLM(config), tower, image_size=128)
-    return xf.fuse(model, xf.CrossAttention(every=3)).train()
 
 
 def smol_batches(model: Any, count: int) -> list[dict[str, torch.Tensor]]:
@@ -175,7 +163,7 @@ def overhead(layers: int, steps: int, turns: int) -> dict[str, float]:
         learning_rate=1e-5,
         trainable={"llm": "full", "projector": "full", "fusion": True},
     )
-    model = prepare_trainable(smol(layers), recipe)
+    model = prepare_trainable(xf.fuse(compose(layers, image_size=128), xf.CrossAttention(every=3)).train(), recipe)
     batches = smol_batches(model, 4)
     bare: list[float] = []
     ours: list[float] = []
