@@ -9,9 +9,9 @@ from typing import Literal
 
 from crossfuse.data.lazy import LazyRecords
 from crossfuse.data.records import Record
+from crossfuse.evaluation.generated_tasks import SCENE_KINDS
 
 DataName = Literal["scenes", "easy-vqa"]
-SCENE_KINDS = ("existence", "colour", "shape", "count", "relation")
 
 
 @dataclasses.dataclass(frozen=True)

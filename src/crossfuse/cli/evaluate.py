@@ -76,7 +76,8 @@ def _evaluate_model(
 ) -> bool:  # fmt: skip
     """Ask and score one model; True where a task failed. Every task's files are whole before the next begins."""
     from crossfuse.cli.progress import Stages
-    from crossfuse.evaluation.runs import ask, describe_run, load_samples, run_tasks, score_task, write_scores
+    from crossfuse.evaluation.runs import SCORES, ask, describe_run, load_samples, read_scores, score_task
+    from crossfuse.reports.files import write_json
 
     model, processor = _load(source, fusion)
     model.to(processes.device())
@@ -85,6 +86,7 @@ def _evaluate_model(
             directory, model, name, source=source, local=None if local is None else str(local), split=options["split"]
         )
     failures: dict[str, str] = {}
+    scores = read_scores(directory)
     split, limit = options.pop("split"), options.pop("limit")
     with Stages() as stages:
         for each in chosen:
@@ -104,43 +106,33 @@ def _evaluate_model(
                 continue
             if not errors:
                 try:
-                    score_task(directory, each.name)
+                    scores[each.name] = score_task(directory, each.name).to_json()
                 except Exception as raised:
                     errors = [f"{type(raised).__name__}: {' '.join(str(raised).split())}"]
             if errors:
                 failures[each.name] = errors[0]
+                scores[each.name] = {"error": errors[0]}
                 stages.say(f"{name}: {each.name} failed: {errors[0]}")
-            _score_finished(directory, failures, run_tasks, score_task, write_scores)
+            write_json(directory / SCORES, scores)
     if processes.main:
-        _show(directory, [each.name for each in chosen if each.name not in failures])
+        _show(name, directory, {each.name: scores[each.name] for each in chosen if each.name not in failures})
     return any(processes.gather(bool(failures)))
 
 
-def _score_finished(
-    directory: Path, failures: dict[str, str], run_tasks: Any, score_task: Any, write_scores: Any
-) -> None:
-    """Write scores.json over every finished task of the folder, those of earlier calls too."""
-    scores = {}
-    try:
-        names = run_tasks(directory)
-    except ValueError:
-        names = []
-    for name in names:
-        if name in failures:
-            continue
-        try:
-            scores[name] = score_task(directory, name)
-        except ValueError:
-            continue  # begun in an earlier call and not finished; it has no score yet
-    write_scores(directory, scores, failures)
+def _show(name: str, directory: Path, scores: dict[str, Any]) -> None:
+    from crossfuse.reports.tables import Table
 
-
-def _show(directory: Path, names: list[str]) -> None:
-    from crossfuse.cli.score import score_table
-
-    if names:
-        typer.echo(score_table({directory.name: directory}, names).to_markdown().rstrip())
-    typer.echo(f"written: {directory}")
+    rows: list[list[Any]] = []
+    for task, found in scores.items():
+        exchanged = found["shuffled_images"] or {}
+        for key, metric in found["metrics"].items():
+            rows.append([task, key, metric["value"], exchanged.get(key, {}).get("value"), metric["n"], metric["scale"]])
+    if rows:
+        columns = ["task", f"{name}: metric", "value", "images shuffled", "n", "scale"]
+        if all(row[3] is None for row in rows):
+            columns, rows = columns[:3] + columns[4:], [row[:3] + row[4:] for row in rows]
+        typer.echo(Table("scores", columns, rows).to_markdown().rstrip())
+    typer.echo(f"written: {directory}; rules and notes of every metric: crossfuse score {directory}")
 
 
 def _named(text: str) -> tuple[str, str]:

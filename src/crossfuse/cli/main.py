@@ -13,6 +13,7 @@ import typer
 from crossfuse.cli.anchors import anchors
 from crossfuse.cli.bench import bench
 from crossfuse.cli.caption import caption
+from crossfuse.cli.compare import compare
 from crossfuse.cli.data import data
 from crossfuse.cli.demo import demo
 from crossfuse.cli.evaluate import evaluate
@@ -45,6 +46,7 @@ app.command()(train)
 app.command()(export)
 app.command(cls=FusionCommand)(evaluate)
 app.command()(score)
+app.command()(compare)
 app.command(cls=FusionCommand)(caption)
 app.command()(info)
 app.add_typer(bench, name="bench")

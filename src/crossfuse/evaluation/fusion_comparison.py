@@ -11,6 +11,7 @@ from typing import Any
 
 from crossfuse.evaluation.fusion_runs import FAILURE, Plan, run_fusion
 from crossfuse.evaluation.runs import SCORES, folder_name
+from crossfuse.evaluation.tasks import task
 from crossfuse.reports.files import write_json
 
 PLAN, LOCK = "plan.json", ".lock"
@@ -94,7 +95,7 @@ def work(
                 write_json(job.directory / FAILURE, {"name": job.name, "seed": job.seed, "reason": reason})
                 say(f"{job.name}, seed {job.seed}: failed: {reason}")
                 continue
-            found = {name: value.metrics.get("accuracy", value.metrics.get("exact")) for name, value in scores.items()}
+            found = {name: value.metrics.get(task(name).metric) for name, value in scores.items()}
             shown = ", ".join(
                 f"{name} {m.value:.1%}" for name, m in found.items() if m is not None and m.value is not None
             )

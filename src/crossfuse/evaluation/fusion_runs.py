@@ -129,7 +129,7 @@ def run_fusion(
             batch_size=plan.answer_batch, shuffled=shuffled, progress=step,
         )  # fmt: skip
         scores[task_name] = score_task(directory, task_name)
-        write_scores(directory, scores, {})
+        write_scores(directory, scores)
     return scores
 
 

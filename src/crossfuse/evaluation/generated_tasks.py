@@ -12,6 +12,7 @@ from crossfuse.data.questions import SceneQuestions
 from crossfuse.data.records import Record
 from crossfuse.evaluation.benchmarks.base import Benchmark, BenchmarkSample, Metric, Samples
 from crossfuse.evaluation.scoring import is_right, yes_no
+from crossfuse.evaluation.text_metrics import TEXT_METRICS, text_metrics
 
 SCENE_KINDS = ("existence", "colour", "shape", "count", "relation")
 # Groups of the comparison tables; the kinds "colour" and "shape" are attributes.
@@ -21,9 +22,13 @@ GENERATED = Path("generated")
 
 @dataclasses.dataclass(frozen=True)
 class GeneratedTask(Benchmark):
-    """A benchmark whose samples are made on the spot; a directory is ignored, and ids do not depend on the limit."""
+    """A benchmark whose samples are made on the spot; a directory is ignored, and ids do not depend on the limit.
+
+    quick: the same task with the metrics that can be computed a thousand times (without Java), for the bootstrap.
+    """
 
     default_limit: int | None = None
+    quick: Benchmark | None = None
 
     def load(
         self, directory: str | os.PathLike[str] | None = None, split: str | None = None, limit: int | None = None
@@ -72,7 +77,12 @@ def _easy_vqa(directory: Path, split: str | None) -> list[BenchmarkSample]:
     samples = []
     for index in order[: _wanted(directory)]:
         item = data[index]
-        reference = {"answer": item.answer, "kind": item.kind, "group": _easy_group(item.kind), "choice": None}
+        reference = {
+            "answer": item.answer,
+            "kind": item.kind.replace("/", " or "),
+            "group": _easy_group(item.kind),
+            "choice": None,
+        }
         # The path is the picture's identity: questions about one picture are resampled together.
         record = Record.of_question(
             f"easy-vqa-test-{index}", item.question, item.answer, [data.paths[item.image_id]], kind=item.kind
@@ -82,7 +92,7 @@ def _easy_vqa(directory: Path, split: str | None) -> list[BenchmarkSample]:
 
 
 def _easy_group(kind: str) -> str:
-    return "yes/no" if kind == "yes/no" else "attribute"
+    return "yes or no" if kind == "yes/no" else "attribute"
 
 
 def _question_metrics(answers: Mapping[str, str], samples: Samples) -> dict[str, Metric]:
@@ -132,13 +142,18 @@ def _share(judged: Sequence[bool | None], variant: str) -> Metric:
     return Metric(value, len(judged), f"share of right answers, {variant}", "0-1")
 
 
-def _caption_metrics(answers: Mapping[str, str], samples: Samples) -> dict[str, Metric]:
-    from crossfuse.evaluation.text_metrics import text_metrics
+def _quick_caption_metrics(answers: Mapping[str, str], samples: Samples) -> dict[str, Metric]:
+    return _caption_metrics(answers, samples, ("rouge_l",))
 
+
+def _caption_metrics(
+    answers: Mapping[str, str], samples: Samples, names: Sequence[str] = TEXT_METRICS
+) -> dict[str, Metric]:
     ids = [s.record.id for s in samples]
     exact = [answers[s.record.id].strip().lower() == str(s.reference["answer"]) for s in samples]
     metrics = {"exact": _share(exact, "captions that are the reference word for word")}
-    return metrics | text_metrics([answers[i] for i in ids], [[str(s.reference["answer"])] for s in samples])
+    references = [[str(s.reference["answer"])] for s in samples]
+    return metrics | text_metrics([answers[i] for i in ids], references, metrics=names)
 
 
 _RULE = "equal to the one right answer after lower-casing and stripping; yes/no by the first yes or no as a whole word"
@@ -158,15 +173,16 @@ GENERATED_TASKS: dict[str, Benchmark] = {
     ),
     "scene-captions": GeneratedTask(
         name="scene-captions",
-        rule="captions of scenes: the shapes from left to right; exact match and the text metrics",
+        rule="captions of scenes, the shapes from left to right: ROUGE-L and the other text metrics, exact match",
         source="rendered scenes of this package",
         samples="any number; 200 by default",
-        metric="exact",
+        metric="rouge_l",
         loader=_captions,
         scorer=_caption_metrics,
         splits=("test", "validation"),
         max_new_tokens=64,
         default_limit=200,
+        quick=Benchmark("scene-captions", _RULE, "", "", "rouge_l", _captions, _quick_caption_metrics),
     ),
     "easy-vqa": GeneratedTask(
         name="easy-vqa",

@@ -14,10 +14,11 @@ class Processes:
         self.count = int(os.environ.get("WORLD_SIZE", "1"))
         self.index = int(os.environ.get("RANK", "0"))
         if self.count > 1:
+            import torch
             from accelerate import PartialState
 
             # The others wait for the slowest part, which may take hours longer on uneven samples.
-            self._state = PartialState(timeout=timedelta(days=2))
+            self._state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=2))
 
     @property
     def main(self) -> bool:

@@ -171,10 +171,16 @@ def score_answers(
     return chosen.score(answers, samples)
 
 
-def write_scores(directory: Path, scores: Mapping[str, TaskScores], failures: Mapping[str, str]) -> None:
-    """Write scores.json with what is scored so far; tasks that failed stand there with the reason."""
-    found: dict[str, Any] = {name: value.to_json() for name, value in scores.items()}
-    write_json(directory / SCORES, found | {name: {"error": reason} for name, reason in failures.items()})
+def write_scores(directory: Path, scores: Mapping[str, TaskScores]) -> None:
+    """Write scores.json with what is scored so far."""
+    write_json(directory / SCORES, {name: value.to_json() for name, value in scores.items()})
+
+
+def read_scores(directory: Path) -> dict[str, Any]:
+    """scores.json; empty where there is none yet."""
+    path = directory / SCORES
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
 
 
 def read_run(directory: Path) -> dict[str, Any]:

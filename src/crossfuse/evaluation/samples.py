@@ -77,6 +77,15 @@ class StoredSamples(Sequence[BenchmarkSample]):
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} line {number} is no sample ({error!r}); evaluate again") from error
 
+    def only(self, ids: set[str]) -> StoredSamples:
+        """Those with the given ids, in their order."""
+        kept = [i for i, sample in enumerate(self._samples) if sample.record.id in ids]
+        part = StoredSamples.__new__(StoredSamples)
+        part._samples = [self._samples[i] for i in kept]
+        part.pictures = [self.pictures[i] for i in kept]
+        part.prompts = [self.prompts[i] for i in kept]
+        return part
+
     def __len__(self) -> int:
         return len(self._samples)
 

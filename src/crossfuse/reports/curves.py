@@ -38,6 +38,49 @@ def loss_curves(curves: Mapping[str, Curve], *, title: str = "Training loss") ->
     return figure
 
 
+def train_and_validation(
+    training: Mapping[str, Curve], validation: Mapping[str, Curve], *, title: str = "Training and validation loss"
+) -> Figure:
+    """Draw the training loss (its running mean) and the validation loss of several runs side by side.
+
+    Args:
+        training, validation: (optimiser step, nats a token) by run. A run keeps its colour in both; one that has no
+            validation loss is drawn on the left only. `ValueError` without any training curve.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    figure, _ = _figure(training, "")
+    figure.set_size_inches(10.5, 4.6)
+    figure.clear()
+    left, right = figure.subplots(1, 2)
+    for panel, heading in ((left, "training (running mean)"), (right, "validation")):
+        panel.grid(color="#dddddd", linewidth=0.8)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_title(heading, fontsize=10)
+        panel.set_xlabel("optimiser step")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    left.set_ylabel("cross-entropy (nats a token)")
+    seen: list[float] = []
+    for index, (name, points) in enumerate(training.items()):
+        style = line_style(index)
+        steps, losses = [x for x, _ in points], [y for _, y in points]
+        smooth = _smoothed(losses, span=max(len(points) / 10, 1))
+        left.plot(steps, smooth, color=style["color"], linestyle=style["linestyle"], linewidth=1.6, label=name)
+        seen += smooth[len(smooth) // 20 :]
+        if validation.get(name):
+            xs, ys = [x for x, _ in validation[name]], [y for _, y in validation[name]]
+            right.plot(xs, ys, linewidth=1.6, markersize=4, **style)
+            seen += ys
+    # The first steps of a fresh start can be ten times as high and would flatten all that follows.
+    top = 1.05 * sorted(seen)[int(0.98 * (len(seen) - 1))]
+    for panel in (left, right):
+        panel.set_ylim(0, top)
+    figure.suptitle(title)
+    figure.legend(loc="outside lower center", ncols=min(6, len(training)), frameon=False, fontsize=8)
+    return figure
+
+
 def cache_bytes(curves: Mapping[str, Curve], *, title: str = "Key-value cache") -> Figure:
     """Draw bytes of the key-value cache against the number of images in the prompt."""
     figure, axes = _figure(curves, title)

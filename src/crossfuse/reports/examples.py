@@ -1,0 +1,93 @@
+"""Questions on which the models of a comparison differ most, with picture, reference and every answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+from PIL import Image
+
+from crossfuse.data.images import open_image
+from crossfuse.evaluation.bootstrap import sample_values
+from crossfuse.evaluation.run_comparison import RunComparison, TaskComparison
+from crossfuse.evaluation.runs import load_samples, read_run
+
+SIDE = 224
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One question. answers: (model, its answer, whether it is right) of the first seed; png: None where the picture
+    cannot be found any more."""
+
+    task: str
+    prompt: str
+    reference: str
+    answers: list[tuple[str, str, bool]]
+    png: bytes | None
+
+
+def differing_examples(comparison: RunComparison, *, count: int = 8) -> list[Example]:
+    """The questions whose models are nearest to half right, half wrong; tasks and kinds of question take turns."""
+    ranked: list[tuple[int, float, TaskComparison, int, dict[str, float]]] = []
+    for task in comparison.tasks:
+        # A metric that judges every sample alone; others have no answer that is right or wrong.
+        right: dict[str, list[float]] = {}
+        for model, runs in task.answers.items():
+            key = task.task.metric
+            if task.metrics[model][0].get(key) is None or task.task.name == "scene-captions":
+                continue
+            whole = {key: task.metrics[model][0][key]}
+            values = sample_values(task.task, runs[0], task.samples, whole)
+            if key in values:
+                right[model] = list(values[key].values)
+        if len(right) < 2:
+            continue
+        top = max(max(values) for values in right.values()) or 1.0
+        turn: dict[str, int] = {}
+        shares = []
+        for index in range(len(task.samples)):
+            share = sum(values[index] >= top / 2 for values in right.values()) / len(right)
+            if 0 < share < 1:
+                shares.append((abs(share - 0.5), index))
+        for distance, index in sorted(shares):
+            kind = str(task.samples[index].record.meta.get("kind", ""))
+            turn[kind] = turn.get(kind, 0) + 1
+            judged = {model: values[index] / top for model, values in right.items()}
+            ranked.append((turn[kind], distance, task, index, judged))
+    chosen = sorted(ranked, key=lambda item: item[:2])[:count]
+    return [_example(comparison, task, index, judged) for _, _, task, index, judged in chosen]
+
+
+def _example(comparison: RunComparison, task: TaskComparison, index: int, judged: dict[str, float]) -> Example:
+    sample = task.samples[index]
+    answers = [
+        (m.name, task.answers[m.name][0][sample.record.id], judged[m.name] >= 0.5)
+        for m in comparison.models
+        if m.name in judged
+    ]
+    reference = sample.reference.get("answer", sample.reference.get("answers", ""))
+    shown = ", ".join(dict.fromkeys(map(str, reference))) if isinstance(reference, list) else str(reference)
+    folder = comparison.models[0].folders[0]
+    return Example(
+        task.task.name, task.samples.prompts[index], shown, answers, _picture(folder, task, sample.record.id)
+    )
+
+
+def _picture(folder: Path, task: TaskComparison, sample_id: str) -> bytes | None:
+    """The sample's picture, from the task's files as they were given; None where these are gone."""
+    run = read_run(folder)
+    local = run.get("local")
+    try:
+        limit = len(task.samples) if local is None else None
+        found = load_samples(task.task, None if local is None else Path(local), run.get("split"), limit)
+        record = next(s.record for s in found if s.record.id == sample_id)
+        image = open_image(record.images[0])
+    except (OSError, ValueError, StopIteration, IndexError):
+        return None
+    factor = SIDE / max(image.size)
+    size = (max(round(image.width * factor), 1), max(round(image.height * factor), 1))
+    buffer = io.BytesIO()
+    image.resize(size, Image.Resampling.LANCZOS).save(buffer, format="PNG", optimize=True)
+    return buffer.getvalue()
