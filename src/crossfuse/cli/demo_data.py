@@ -7,9 +7,9 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
+from crossfuse.data.formats.scenes import SCENE_KINDS
 from crossfuse.data.lazy import LazyRecords
 from crossfuse.data.records import Record
-from crossfuse.evaluation.generated_tasks import SCENE_KINDS
 
 DataName = Literal["scenes", "easy-vqa"]
 

@@ -8,13 +8,13 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from crossfuse.data.formats.scenes import SCENE_KINDS
 from crossfuse.data.questions import SceneQuestions
 from crossfuse.data.records import Record
 from crossfuse.evaluation.benchmarks.base import Benchmark, BenchmarkSample, Metric, Samples
 from crossfuse.evaluation.scoring import is_right, yes_no
 from crossfuse.evaluation.text_metrics import TEXT_METRICS, text_metrics
 
-SCENE_KINDS = ("existence", "colour", "shape", "count", "relation")
 # Groups of the comparison tables; the kinds "colour" and "shape" are attributes.
 TASK_GROUPS = {"existence": "existence", "colour": "attribute", "shape": "attribute", "count": "count"}
 GENERATED = Path("generated")
