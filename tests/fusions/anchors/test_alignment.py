@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import tiny_qwen
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import crossfuse as xf
 from crossfuse.analysis.word_patches import scene_records
@@ -23,28 +26,68 @@ from crossfuse.training.trainer import fine_tune, prepare_trainable
 from tiny import I, assert_close, batch, labelled, llava
 
 
-def test_the_loss_is_the_mean_negative_log_softmax_at_the_naming_words():
-    draw = torch.Generator().manual_seed(0)
-    tokens, words = torch.randn(5, 8, generator=draw), torch.randn(4, 8, generator=draw)
-    named = torch.tensor([[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1], [1, 1, 0, 0], [0, 0, 1, 0]]).bool()
-    total = 0.0
-    for p in range(5):
-        cosines = [float(torch.nn.functional.cosine_similarity(tokens[p], words[w], dim=0)) / 0.07 for w in range(4)]
-        norm = torch.tensor(cosines).logsumexp(0)
+def by_hand(tokens, words, named, sizes):
+    """Both directions, one token and one pair at a time."""
+
+    def score(p, w):
+        return float(torch.nn.functional.cosine_similarity(tokens[p], words[w], dim=0)) / 0.07
+
+    to_words, to_tokens, start = [], [], 0
+    for p in range(len(tokens)):
         names = named[p].nonzero()[:, 0].tolist()
-        total += sum(float(norm) - cosines[w] for w in names) / len(names)
-    assert_close(alignment_loss(tokens, words, named), torch.tensor(total / 5), atol=1e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match="needs at least one word that names it"):
-        alignment_loss(tokens, words, torch.zeros(5, 4).bool())
+        if names:
+            norm = math.log(sum(math.exp(score(p, w)) for w in range(len(words))))
+            to_words.append(sum(norm - score(p, w) for w in names) / len(names))
+    for size in sizes:
+        own = range(start, start + size)
+        for w in range(len(words)):
+            shown = [p for p in own if named[p, w]]
+            if shown:
+                share = sum(math.exp(score(p, w)) for p in shown) / sum(math.exp(score(p, w)) for p in own)
+                to_tokens.append(-math.log(share))
+        start += size
+    return (sum(to_words) / len(to_words) + sum(to_tokens) / len(to_tokens)) / 2
 
 
-def test_a_step_against_the_gradient_brings_the_token_nearer_to_its_word():
-    tokens, words = torch.randn(3, 8, requires_grad=True), torch.randn(6, 8)
-    named = torch.eye(6)[:3].bool()
-    before = torch.nn.functional.cosine_similarity(tokens, words[:3]).detach()
-    alignment_loss(tokens, words, named).backward()
-    after = torch.nn.functional.cosine_similarity(tokens - 0.05 * tokens.grad, words[:3])
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_the_loss_is_the_mean_of_both_cross_entropies(sizes, seed):
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randn(sum(sizes), 8, generator=draw, requires_grad=True)
+    words = torch.randn(4, 8, generator=draw)
+    named = torch.rand(sum(sizes), 4, generator=draw) < 0.4
+    named[0, 1] = True
+    loss = alignment_loss(tokens, words, named, sizes)
+    assert loss.item() == pytest.approx(by_hand(tokens.detach(), words, named, sizes), abs=1e-4)
+    loss.backward()
+    assert bool(tokens.grad.isfinite().all())
+
+
+def test_the_loss_refuses_labels_that_name_nothing_and_sizes_that_do_not_fit():
+    tokens, words = torch.randn(5, 8), torch.randn(4, 8)
+    with pytest.raises(ValueError, match="at least one image token with a word that names it"):
+        alignment_loss(tokens, words, torch.zeros(5, 4).bool(), [5])
+    with pytest.raises(ValueError, match="images of 4 tokens in sum do not hold the 5 tokens"):
+        alignment_loss(tokens, words, torch.ones(5, 4).bool(), [4])
+
+
+def test_a_step_against_the_gradient_brings_the_word_to_its_token():
+    """Both ways at once: the token nearer to its word, and the word's own token ahead of the others of its image."""
+    draw = torch.Generator().manual_seed(1)
+    tokens, words = torch.randn(6, 8, generator=draw, requires_grad=True), torch.randn(6, 8, generator=draw)
+    named = torch.zeros(6, 6).bool()
+    named[0, 0] = named[4, 1] = True
+
+    def own_and_others(tokens):
+        cosine = torch.nn.functional.normalize(tokens, dim=-1) @ torch.nn.functional.normalize(words, dim=-1).T
+        return cosine[[0, 4], [0, 1]], torch.stack([cosine[1:3, 0].max(), cosine[[3, 5], 1].max()])
+
+    with torch.no_grad():
+        before, others_before = own_and_others(tokens)
+    alignment_loss(tokens, words, named, [3, 3]).backward()
+    with torch.no_grad():
+        after, others_after = own_and_others(tokens - 0.05 * tokens.grad)
     assert (after > before).all()
+    assert (after - others_after > before - others_before).all()
 
 
 LABELS = {

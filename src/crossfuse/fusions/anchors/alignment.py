@@ -1,8 +1,9 @@
 """The alignment loss: pulls an image token towards the embedding of the word that names what is there.
 
 AttAnchor's future work, after SEA: anchors find their place by cosine, so image tokens and word embeddings should agree
-before anything is copied. The loss is contrastive over a list of words; labels are (image token, word) pairs from boxes
-(`meta["objects"]` or `meta["spans"]` of a record), from the user, or from a CLIP-type model's own patch-word cosines.
+before anything is copied. The loss is contrastive in both directions: which word names this image token, and which
+image tokens show this word. Labels are (image token, word) pairs from boxes (`meta["objects"]` or `meta["spans"]` of a
+record), from the user, or from a CLIP-type model's own patch-word cosines.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, normalize
+from torch.nn.utils.rnn import pad_sequence
 
 from crossfuse.data.collate import Collator
 from crossfuse.data.images import open_image
@@ -23,17 +25,43 @@ from crossfuse.fusions.anchors.patch_labels import ClipLabeller
 TEMPERATURE = 0.07
 
 
-def alignment_loss(image_tokens: Tensor, words: Tensor, named: Tensor, temperature: float = TEMPERATURE) -> Tensor:
-    """Mean over image tokens of -log softmax(cos / temperature) at the words that name them.
+def alignment_loss(
+    image_tokens: Tensor, words: Tensor, named: Tensor, sizes: Sequence[int], temperature: float = TEMPERATURE
+) -> Tensor:
+    """Mean of two cross-entropies over cos / temperature.
 
-    image_tokens (P, d) and words (W, d), any float dtype (cosines in float32); named (P, W) bool, at least one True a
-    row: several names of one token (colour and kind) count equally. Returns a scalar; gradients flow to both sides.
+    Words of a token: -log softmax over all words, averaged over those that name the token (colour and kind alike),
+    over the tokens that have a name. Tokens of a word: -log of the share of the softmax over its *own image's* tokens
+    that falls on those that show it, over the pairs of an image and a word that names something there. The anchor of a
+    word is an argmax over its image's tokens, which only the second trains; unnamed tokens are its wrong answers.
+
+    Args:
+        image_tokens: (N, d), those of all images one after the other, any float dtype (cosines in float32).
+        words: (W, d).
+        named: (N, W) bool; all False for tokens without a name.
+        sizes: tokens of each image, N in sum.
+
+    Returns:
+        A scalar; gradients flow to both sides.
+
+    Raises:
+        ValueError: no token is named at all, or `sizes` do not add up to N.
     """
-    if not bool(named.any(1).all()):
-        raise ValueError("every image token of the alignment loss needs at least one word that names it")
-    cosine = normalize(image_tokens.float(), dim=-1) @ normalize(words.float(), dim=-1).T
-    likelihood = log_softmax(cosine / temperature, dim=-1)
-    return -(likelihood * named).sum(1).div(named.sum(1)).mean()
+    if sum(sizes) != len(image_tokens):
+        raise ValueError(f"images of {sum(sizes)} tokens in sum do not hold the {len(image_tokens)} tokens given")
+    has_name = named.any(1)
+    if not bool(has_name.any()):
+        raise ValueError("the alignment loss needs at least one image token with a word that names it")
+    logits = normalize(image_tokens.float(), dim=-1) @ normalize(words.float(), dim=-1).T / temperature
+    likelihood, names = log_softmax(logits[has_name], dim=-1), named[has_name]
+    words_of_token = -(likelihood * names).sum(1).div(names.sum(1)).mean()
+    by_image = pad_sequence(logits.split(list(sizes)), batch_first=True, padding_value=-torch.inf)
+    shown = pad_sequence(named.split(list(sizes)), batch_first=True)
+    pairs = shown.any(1)  # (images, W)
+    of_pairs, shown = by_image.transpose(1, 2)[pairs], shown.transpose(1, 2)[pairs]
+    hit = of_pairs.masked_fill(~shown, -torch.inf).logsumexp(1)
+    tokens_of_word = (of_pairs.logsumexp(1) - hit).mean()
+    return (words_of_token + tokens_of_word) / 2
 
 
 @dataclasses.dataclass
@@ -90,12 +118,13 @@ def aligned_forward(model: Any, inputs: dict[str, Any], weight: float) -> Any:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     body, backbone = base.model, _backbone(base)
     images = backbone.encode(body, None, rest)
-    features = torch.cat(images.features)[labels["alignment_tokens"]]
+    features = torch.cat(images.features)
     list_ids = torch.cat([labels["alignment_words"].flatten(), labels["alignment_others"]]).unique()
     list_ids = list_ids[list_ids >= 0]
-    named = (labels["alignment_words"][:, :, None] == list_ids).any(1)
+    named = torch.zeros(len(features), len(list_ids), dtype=torch.bool, device=features.device)
+    named[labels["alignment_tokens"]] = (labels["alignment_words"][:, :, None] == list_ids).any(1)
     words = body.get_input_embeddings()(list_ids).detach()
-    pulled = alignment_loss(features, words, named)
+    pulled = alignment_loss(features, words, named, [len(image) for image in images.features])
     outputs = model(
         **{k: v for k, v in rest.items() if not k.startswith("pixel_values")},
         mm_encoder_outputs=images.as_encoder_outputs(),
