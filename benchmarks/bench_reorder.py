@@ -2,14 +2,21 @@
 
 Three complaints, three measurements: memory with the square of the length, gradients that say more about the Gumbel
 noise than about the data, and an order that drifts towards the identity (or never leaves chance) while the plain model
-learns. All runs share start, data, order of the batches and optimiser.
+learns. All runs share data, order of the batches and optimiser. Runs named "from the start" train language model,
+projector and reordering network together from the embedded model's common start; runs named "trained model" keep the
+trained embedded model frozen, so that the reordering network alone can lower the loss.
 
-    python benchmarks/bench_reorder.py [--steps 150] [--batch 8] [--seeds 1] [--out build/bench/reorder.json]
+    python benchmarks/bench_reorder.py [--steps 150] [--batch 8] [--seeds 1] [--runs TEXT]
+
+Beside the JSON it writes a picture of the distance from the identity and of the held-out loss over training.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
+import io
 import os
 import platform
 import statistics
@@ -19,27 +26,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 import crossfuse as xf
 from crossfuse.data.collate import Collator
 from crossfuse.data.questions import SceneQuestions
 from crossfuse.data.records import Record
 from crossfuse.fusions.reorder.measures import distance_from_identity, gradient_noise, learned_orders, sinkhorn_bytes
-from crossfuse.reports.files import write_json
+from crossfuse.reports.files import write_bytes, write_json
+from crossfuse.reports.palette import line_style
 
 LENGTHS = (64, 128, 256, 512, 1024)
 KINDS = ("existence", "colour", "shape", "count", "relation")
 HELD_OUT = 48
 
 
-def contenders(steps: int) -> dict[str, xf.Fusion]:
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A run: the model that it starts from, and whether only the fusion's own weights learn."""
+
+    fusion: xf.Fusion
+    trained_model: bool = False
+
+
+def contenders(steps: int) -> dict[str, Contender]:
     """The temperature reaches its end after two thirds of the run."""
     annealed = {"anneal_steps": max(1, 2 * steps // 3)}
+    gumbel = functools.partial(xf.GumbelReorder, **annealed)
     return {
-        "insertion": xf.Insertion(),
-        "gumbel, start anywhere": xf.GumbelReorder(**annealed),
-        "gumbel, start at the identity": xf.GumbelReorder(identity_start=5.0, **annealed),
-        "gumbel, without noise": xf.GumbelReorder(noise=0.0, **annealed),
+        "insertion, from the start": Contender(xf.Insertion()),
+        "T 1 to 0.1, from the start": Contender(gumbel()),
+        "T 5 to 0.5, from the start": Contender(gumbel(temperature=5.0, final_temperature=0.5)),
+        "no noise, from the start": Contender(gumbel(noise=0.0)),
+        "near the identity, from the start": Contender(gumbel(identity_start=1.0)),
+        "at the identity, from the start": Contender(gumbel(identity_start=5.0)),
+        "T 1 to 0.1, trained model": Contender(gumbel(), trained_model=True),
+        "T 5 to 0.5, trained model": Contender(gumbel(temperature=5.0, final_temperature=0.5), trained_model=True),
+        "no noise, trained model": Contender(gumbel(noise=0.0), trained_model=True),
     }
 
 
@@ -59,10 +82,11 @@ def batches(collate: Collator, data: list[Record], size: int, steps: int) -> Ite
 
 
 @torch.no_grad()
-def held_out_loss(model: Any, inputs: dict[str, Any]) -> float:
+def held_out_loss(model: Any, inputs: dict[str, Any], fused: bool = True) -> float:
     """Nats a token, in evaluation mode: the hard order."""
     model.eval()
-    loss = float(model(**inputs, use_cache=False, return_logits=False).loss)
+    options = {"return_logits": False} if fused else {}
+    loss = float(model(**inputs, use_cache=False, **options).loss)
     model.train()
     return loss
 
@@ -71,25 +95,25 @@ def distance(model: Any, inputs: dict[str, Any]) -> float:
     return statistics.mean(distance_from_identity(order) for order in learned_orders(model, inputs))
 
 
-def train(name: str, fusion: xf.Fusion, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+def train(name: str, contender: Contender, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
-    model, processor = xf.load_embedded("start")
-    xf.fuse(model, fusion)
+    model, processor = xf.load_embedded("model" if contender.trained_model else "start")
+    (model if contender.trained_model else model.model.vision_tower).requires_grad_(False)
+    xf.fuse(model, contender.fusion)
     learns = bool(xf.fusion_parameters(model))
-    for parameter in model.model.vision_tower.parameters():
-        parameter.requires_grad_(False)
     collate = Collator(processor)
     scored = collate(records("test", HELD_OUT, seed))
     data = records("train", options.batch * options.steps, seed)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=options.learning_rate, weight_decay=0.0)
     points, noises, losses, seconds = [], [], [], 0.0
-    every = max(1, options.steps // 10)
+    every = max(1, options.steps // options.points)
+    noisy = max(1, options.steps // 4)
     model.train()
     for step, inputs in enumerate(batches(collate, data, options.batch, options.steps)):
         if step % every == 0:
             points.append(measured(step, model, scored, learns))
-        if learns and step % (5 * every) == 0:
+        if learns and step % noisy == 0:
             noises.append({"step": step, "ratio": gradient_noise(model, inputs, options.draws).ratio})
         began = time.perf_counter()
         loss = model(**inputs, use_cache=False, return_logits=False).loss
@@ -101,10 +125,17 @@ def train(name: str, fusion: xf.Fusion, options: argparse.Namespace, seed: int) 
         losses.append(loss.item())
     points.append(measured(options.steps, model, scored, learns))
     return {
-        "name": name, "seed": seed, "points": points, "gradient_noise": noises,
-        "train_loss_last_tenth": statistics.mean(losses[-every:]), "seconds_a_step": seconds / options.steps,
+        "name": name, "seed": seed, "fusion": contender.fusion.to_dict(), "points": points, "gradient_noise": noises,
+        "train_loss_last_tenth": statistics.mean(losses[-max(1, options.steps // 10) :]),
+        "seconds_a_step": seconds / options.steps,
         "new_parameters": sum(p.numel() for p in xf.fusion_parameters(model).values()),
     }  # fmt: skip
+
+
+def unfused_loss(seed: int) -> float:
+    """What the trained embedded model reaches in the order of the input: the limit of the runs on the right."""
+    model, processor = xf.load_embedded()
+    return held_out_loss(model, Collator(processor)(records("test", HELD_OUT, seed)), fused=False)
 
 
 def measured(step: int, model: Any, scored: dict[str, Any], learns: bool) -> dict[str, Any]:
@@ -115,7 +146,49 @@ def measured(step: int, model: Any, scored: dict[str, Any], learns: bool) -> dic
     }
 
 
+def draw(results: dict[str, Any]) -> bytes:
+    """Distance from the identity above, held-out loss below; on the left all learns, on the right the order alone."""
+    figure = Figure(figsize=(12, 8.4), layout="constrained")
+    grid = figure.subplots(2, 2, sharex=True, sharey="row")
+    kinds = list(dict.fromkeys(run["name"].partition(",")[0] for run in results["runs"]))
+    for run in results["runs"]:
+        column = int(run["name"].endswith("trained model"))
+        kind = run["name"].partition(",")[0]
+        label = kind if run["seed"] == 0 else None
+        style = line_style(kinds.index(kind)) | {"label": label, "markersize": 3, "linewidth": 1.4}
+        steps = [point["step"] for point in run["points"]]
+        for row, key in enumerate(("distance", "held_out_loss")):
+            if row or run["fusion"]["name"] != "insertion":
+                grid[row, column].plot(steps, [point[key] for point in run["points"]], **style)
+    grid[1, 1].axhline(
+        results["trained_model_loss"], color="#666666", linewidth=1, linestyle="--", label="order of the input"
+    )
+    for column, title in enumerate(
+        ("language model and order learn, from the start", "trained model, the order alone")
+    ):
+        distance, loss = grid[:, column]
+        distance.set_title(title)
+        distance.axhline(2 / 3, color="#999999", linewidth=0.8, linestyle=":")
+        distance.annotate(
+            "random", (1, 2 / 3), (3, -3), xycoords=("axes fraction", "data"), textcoords="offset points",
+            color="#777777", fontsize=8, annotation_clip=False,
+        )  # fmt: skip
+        distance.set_ylim(-0.02, 1.15)
+        loss.set_xlabel("optimiser step")
+        loss.set_ylim(0, 5)
+        for panel in (distance, loss):
+            panel.spines[["top", "right"]].set_visible(False)
+            if panel.lines and any(not line.get_label().startswith("_") for line in panel.lines):
+                panel.legend(frameon=False, fontsize=8, ncols=2)
+    grid[0, 0].set_ylabel("distance from the identity (1: a reversal)")
+    grid[1, 0].set_ylabel("held-out loss (nats a token), hard order")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return buffer.getvalue()
+
+
 def show(results: dict[str, Any]) -> None:
+    print(f"\nHeld-out loss of the trained model in the order of the input: {results['trained_model_loss']:.3f}")
     print("\nMemory that one soft order keeps for the backward pass (float32, 20 iterations)")
     for row in results["memory"]:
         print(f"  {row['tokens']:>6} tokens  {row['bytes'] / 2**20:>8.1f} MiB")
@@ -133,6 +206,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--points", type=int, default=10, help="measurements in a run")
+    parser.add_argument("--runs", default="", help="only runs whose name contains this")
     parser.add_argument("--draws", type=int, default=8, help="Gumbel draws for the gradient noise")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--threads", type=int, default=1)
@@ -142,12 +217,16 @@ def main() -> None:
     results: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {options.threads} used", "torch": torch.__version__,
         "steps": options.steps, "batch": options.batch, "learning_rate": options.learning_rate,
+        "trained_model_loss": unfused_loss(0),
         "memory": [{"tokens": length, "bytes": sinkhorn_bytes(length)} for length in LENGTHS], "runs": [],
     }  # fmt: skip
     for seed in range(options.seeds):
-        for name, fusion in contenders(options.steps).items():
-            results["runs"].append(train(name, fusion, options, seed))
+        for name, contender in contenders(options.steps).items():
+            if options.runs not in name:
+                continue
+            results["runs"].append(train(name, contender, options, seed))
             write_json(options.out, results)
+            write_bytes(options.out.with_suffix(".png"), draw(results))
     show(results)
     print(f"\nwritten to {options.out}")
 

@@ -55,6 +55,7 @@ MATRIX: dict[str, list[xf.Fusion]] = {
     "gumbel-reorder": [
         # Without noise and annealing, so that two training forwards can be compared.
         xf.GumbelReorder(width=16, depth=1, noise=0.0, final_temperature=1.0),
+        xf.GumbelReorder(width=16, depth=1, noise=0.0, final_temperature=1.0, compress=xf.MeanPool(4)),
         xf.GumbelReorder(score="identity"),
     ],
 }

@@ -46,6 +46,23 @@ def test_anchors_writes_picture_and_boxes_of_the_original_image(fusion, record, 
         assert min(drawn.size) == 768
 
 
+def test_anchors_of_windows_are_shown(record, tmp_path, capsys):
+    record.images[0].save(tmp_path / "scene.png")
+    given = ["anchors", str(tmp_path / "scene.png"), record.messages[0].text, "--share", "0.4"]
+    code, out, _ = run(
+        [*given, "--fusion", "cross-attention", "--anchors", "0.1", "--out", str(tmp_path / "ca")], capsys
+    )
+    assert code == 0
+    made = json.loads((tmp_path / "ca" / "anchors.json").read_text())
+    assert made["fusion"]["name"] == "cross-attention"
+    assert made["fusion"]["anchors"]["share"] == 0.4
+    assert 0 < len(made["anchors"]) < len(out.splitlines())
+    assert run([*given, "--out", str(tmp_path / "insertion")], capsys)[0] == 0
+    # One image after all text of the question but its end: the window sees the same words.
+    inserted = {a["index"] for a in json.loads((tmp_path / "insertion" / "anchors.json").read_text())["anchors"]}
+    assert {a["index"] for a in made["anchors"]} & inserted
+
+
 def test_anchors_refuses_what_it_cannot_show(record, tmp_path, capsys):
     record.images[0].save(tmp_path / "scene.png")
     given = ["anchors", str(tmp_path / "scene.png")]

@@ -5,7 +5,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import crossfuse as xf
-from crossfuse.analysis.cost import count_operations, parameters_by_part, prompt_cost
+from crossfuse.analysis.cost import parameters_by_part, prompt_cost
+from crossfuse.analysis.flops import count_operations
 
 TEXT = 20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from crossfuse.analysis.cost import count_operations
+from crossfuse.analysis.flops import count_operations
 from crossfuse.backbones import backbone_for
 
 FLOAT32 = 4

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from crossfuse.analysis.cost import compressed_tokens, compression_module, count_operations, prompt_cost
+from crossfuse.analysis.cost import compressed_tokens, compression_module, prompt_cost
+from crossfuse.analysis.flops import count_operations
+from crossfuse.analysis.order_cost import order_cost, reorder_module
 from crossfuse.backbones import backbone_for
 from crossfuse.fusion import Fusion
 from crossfuse.fusions.cross_attention import CrossAttention
 from crossfuse.fusions.insertion import Insertion
+from crossfuse.fusions.positions import CircleRoPE, ModalityRoPE
+from crossfuse.fusions.reorder import GumbelReorder
 
 ROWS: dict[str, Fusion] = {
     "insertion": Insertion(),
@@ -22,6 +26,12 @@ ROWS: dict[str, Fusion] = {
     "CA-feather (n=2)": CrossAttention.preset("CA-feather", every=2),
     "CA-feather (n=4)": CrossAttention.preset("CA-feather", every=4),
     "CA+FFN": CrossAttention.preset("CA+FFN"),
+}
+OTHERS: dict[str, Fusion] = {
+    "ModalityRoPE (l=0)": ModalityRoPE(),
+    "ModalityRoPE": ModalityRoPE(layers=None),
+    "CircleRoPE": CircleRoPE(),  # fits m-RoPE models alone
+    "GumbelReorder": GumbelReorder(),
 }
 
 
@@ -33,7 +43,7 @@ class AxisCost:
     added_parameters: int
     prefill: int  # operations, predicted
     decode: int  # operations of the first generated token, predicted
-    training: int  # operations of forward and backward, predicted as three forwards
+    training: int  # operations of forward and backward, predicted as three (training) forwards
     cache_bytes: dict[int, int]  # images seen -> bytes, predicted
     measured_prefill: int | None = None
     measured_decode: int | None = None
@@ -50,7 +60,7 @@ def predict(model: Any, name: str, fusion: Fusion, text_tokens: int, image_token
         added_parameters=added_parameters(model, fusion),
         prefill=cost.prefill,
         decode=cost.decode,
-        training=3 * cost.prefill,
+        training=3 * (cost.prefill + cost.training_only),
         cache_bytes={k: cache_bytes(model, fusion, text_tokens, image_tokens, k) for k in images},
     )
 
@@ -59,8 +69,8 @@ def added_parameters(model: Any, fusion: Fusion) -> int:
     """New weights of a fusion: what `crossfuse.fusion_parameters` would count after fusing."""
     decoder = _decoder(model)
     width = decoder.get_input_embeddings().weight.shape[1]
-    compressor = compression_module(fusion.active_compression, width)
-    count = 0 if compressor is None else sum(p.numel() for p in compressor.parameters())
+    modules = (compression_module(fusion.active_compression, width), reorder_module(fusion, width))
+    count = sum(p.numel() for module in modules if module is not None for p in module.parameters())
     if not isinstance(fusion, CrossAttention):
         return count
     count += fusion.gist_tokens * width
@@ -80,7 +90,8 @@ def cache_bytes(model: Any, fusion: Fusion, text_tokens: int, image_tokens: int,
     image_tokens = compressed_tokens(fusion, image_tokens)
     layers, entry = len(decoder.layers), _entry_bytes(decoder)
     if not isinstance(fusion, CrossAttention):
-        return images * (image_tokens + text_tokens) * layers * entry
+        added = order_cost(decoder, fusion, image_tokens, text_tokens).cache_bytes
+        return images * (image_tokens + text_tokens) * (layers * entry + added)
     crossed = len(fusion.layer_indices(layers))
     kept = layers - crossed if fusion.replace else layers
     seen = images if fusion.history is None else min(fusion.history, images)
@@ -128,7 +139,7 @@ def measure(model: Any, row: AxisCost, fusion: Fusion, text_tokens: int, images:
             decode = count_operations(
                 lambda: model(input_ids=following, attention_mask=mask, cache=outputs[0].cache, use_cache=True)
             )
-            training, saved = _training_step(model, inputs)
+            training, saved = _training_step(model, inputs, features)
         sizes = {k: _cache_after(model, fusion, inputs, k) for k in images}
     return dataclasses.replace(
         row,
@@ -172,12 +183,16 @@ def _cache_after(model: Any, fusion: Fusion, inputs: dict[str, Any], images: int
     return sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
 
 
-def _training_step(model: Any, inputs: dict[str, Any]) -> tuple[int, int]:
-    """(operations, bytes saved for the backward) of one forward and backward over the prompt's last tokens."""
+def _training_step(model: Any, inputs: dict[str, Any], features: dict[str, Any]) -> tuple[int, int]:
+    """(operations, bytes saved for the backward) of one forward and backward over the prompt's last tokens.
+
+    The image comes encoded: tower and projector are no part of it, as they are none of what is predicted.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     labels = inputs["input_ids"].clone()
     labels[:, : labels.shape[1] - 8] = -100
+    given = {name: value for name, value in inputs.items() if name != "pixel_values"}
     was_training = model.training
     model.train()
     saved = 0
@@ -190,7 +205,9 @@ def _training_step(model: Any, inputs: dict[str, Any]) -> tuple[int, int]:
     counter = FlopCounterMode(display=False)
     try:
         with counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(**inputs, labels=labels, use_cache=False, return_logits=False).loss.backward()
+            model(
+                **given, mm_encoder_outputs=features, labels=labels, use_cache=False, return_logits=False
+            ).loss.backward()
     finally:
         model.zero_grad(set_to_none=True)
         model.train(was_training)

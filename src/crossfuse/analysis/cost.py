@@ -2,8 +2,8 @@
 
 Operations are counted by PyTorch's own counter on tensors without storage (device "meta"), so that a model of
 any size is counted from its configuration alone; what cross-attention adds is worked out from its matrix
-products. One multiply-add is two operations; softmax, norms and activations are left out; attention counts
-the full square.
+products, what other positions and a learned order add is counted in `crossfuse.analysis.order_cost`. One
+multiply-add is two operations; softmax, norms and activations are left out; attention counts the full square.
 
 Letters: N image tokens after compression, T text tokens, d model width, a = query heads x head size, b = key
 heads x head size.
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
+from crossfuse.analysis.flops import count_operations
+from crossfuse.analysis.order_cost import order_cost
 from crossfuse.backbones import backbone_for
 from crossfuse.compress import Compression, QFormer
 from crossfuse.fusion import Fusion
@@ -37,6 +37,7 @@ class PromptCost:
     vision: int | None  # tower and projector; None where the number of image tokens was given
     prefill: int  # a Q-Former's operations are part of it
     decode: int
+    training_only: int = 0  # what a training forward does beyond a prefill: the soft order of GumbelReorder
 
 
 def parameters_by_part(model: Any) -> dict[str, int]:
@@ -61,7 +62,7 @@ def prompt_cost(model: Any, fusion: Fusion, *, text_tokens: int = 50, image_toke
     Args:
         model: not fused, on the device "meta" (`ValueError` otherwise).
         fusion: any registered one. Anchors are counted with their `share` of tokens copied, 0.1 where they have none;
-            inside the windows of cross-attention too.
+            inside the windows of cross-attention too. A learned order is counted over all tokens of the prompt.
         text_tokens: T, at least 1.
         image_tokens: N before compression; by default that of an image of the vision tower's own size, whose
             operations are then counted too. Families without such a size need it (`ValueError` otherwise).
@@ -79,6 +80,7 @@ def prompt_cost(model: Any, fusion: Fusion, *, text_tokens: int = 50, image_toke
     if fusion.active_compression is not None:
         compressing = _compressing(fusion.active_compression, image_tokens, width)
         image_tokens = compressed_tokens(fusion, image_tokens)
+    training_only = 0
     head = 2 * width * model.get_output_embeddings().weight.shape[0]
     if isinstance(fusion, CrossAttention):
         copies, matching = _copies(fusion.active_anchors, image_tokens, text_tokens, width)
@@ -89,9 +91,11 @@ def prompt_cost(model: Any, fusion: Fusion, *, text_tokens: int = 50, image_toke
     else:
         added, matching = _copies(fusion, image_tokens, text_tokens, width)
         length = image_tokens + text_tokens + added
-        prefill = _decoder(decoder, length, width) + matching
-        decode = _decoder(decoder, 1, width, cached=length)
-    return PromptCost(image_tokens, text_tokens, vision, prefill + compressing + head, decode + head)
+        order = order_cost(decoder, fusion, image_tokens, text_tokens)
+        prefill = _decoder(decoder, length, width) + matching + order.prefill
+        decode = _decoder(decoder, 1, width, cached=length) + order.decode
+        training_only = order.training
+    return PromptCost(image_tokens, text_tokens, vision, prefill + compressing + head, decode + head, training_only)
 
 
 def compressed_tokens(fusion: Fusion, image_tokens: int) -> int:
@@ -132,14 +136,6 @@ def _copies(fusion: Fusion | None, images: int, texts: int, width: int) -> tuple
         # Matched in both directions. Anchored tokens stay besides the kept share; they are taken to lie inside it.
         products, pruned = 2, images - math.ceil(fusion.keep_image_tokens * images)
     return copies + pauses - pruned, products * 2 * images * texts * width
-
-
-def count_operations(run: Callable[[], Any]) -> int:
-    """Operations that `run()` makes, by `torch.utils.flop_counter`; without gradients."""
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
-        run()
-    return int(counter.get_total_flops())
 
 
 def _one_image(body: Any) -> tuple[int, int]:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from crossfuse.analysis.threshold import Calibration
     from crossfuse.fusion import Fusion
 
+_REMEDY = "use --fusion text-anchors, image-anchors, or cross-attention with --anchors THRESHOLD"
+
 
 def anchors(
     context: typer.Context,
@@ -29,7 +31,10 @@ def anchors(
     ] = None,
     fusion: Annotated[
         str | None,
-        typer.Option(help="text-anchors or image-anchors.", show_default="as saved, else text-anchors"),
+        typer.Option(
+            help="text-anchors, image-anchors, or cross-attention with --anchors THRESHOLD.",
+            show_default="as saved, else text-anchors",
+        ),
     ] = None,
     threshold: Annotated[
         float | None, typer.Option(help="Smallest cosine of an anchor; 1 or more gives none.", show_default="0.12")
@@ -46,8 +51,8 @@ def anchors(
         raise ValueError("give --threshold or --share, not both")
     fields: dict[str, Any] = {} if threshold is None else {"threshold": threshold}
     chosen = chosen_fusion(context, fusion)
-    if chosen is not None and chosen.name not in ("text-anchors", "image-anchors"):
-        raise ValueError(f"{chosen.name} makes no anchors; use --fusion text-anchors or image-anchors")
+    if chosen is not None and _anchors_of(chosen) is None:
+        raise ValueError(f"{chosen.name} makes no anchors; {_REMEDY}")
     from crossfuse.data.collate import Collator, open_image
     from crossfuse.data.records import Record
 
@@ -69,12 +74,11 @@ def anchors(
     written = write_anchors(out, picture, prompt, processor, used, found, calibration)
     for entry in written:
         typer.echo(f"{entry['token']!r:16} -> patch ({entry['row']}, {entry['column']})  cosine {entry['cosine']:.3f}")
-    threshold = getattr(used, "threshold", 0.0)
+    threshold = getattr(_anchors_of(used), "threshold", 0.0)
     noise = _noise(network, batch)
     typer.echo(
         f"{len(written)} anchors at a threshold of {threshold:.3f}; unrelated vectors of this width reach "
-        f"{noise:.3f} in "
-        f"the median; {out / 'anchors.png'}, {out / 'anchors.json'}"
+        f"{noise:.3f} in the median; {out / 'anchors.png'}, {out / 'anchors.json'}"
     )
 
 
@@ -130,18 +134,33 @@ def write_anchors(
     return entries
 
 
+def _anchors_of(fusion: Fusion | None) -> Fusion | None:
+    """The part of a fusion that makes anchors; None where it makes none."""
+    nested = getattr(fusion, "anchors", None)
+    return nested or (fusion if fusion is not None and fusion.name in ("text-anchors", "image-anchors") else None)
+
+
 def _fused(network: Any, chosen: Fusion | None, fields: dict[str, Any]) -> Fusion:
     """Fuse the model with the chosen anchors (or keep the ones that it was saved with), some fields changed."""
     import crossfuse as xf
 
     known = xf.fusion_of(network)
     base = chosen or known or xf.TextAnchors()
-    if base.name not in ("text-anchors", "image-anchors"):
-        raise ValueError(f"this model was saved with {base.name}; choose --fusion text-anchors or image-anchors")
-    wanted = dataclasses.replace(base, **fields)
+    anchors: Any = _anchors_of(base)
+    if anchors is None:
+        raise ValueError(f"this model was saved with {base.name}, which makes no anchors; {_REMEDY}")
+    changed = dataclasses.replace(anchors, **fields)
+    wanted = changed if anchors is base else dataclasses.replace(base, anchors=changed)  # type: ignore[call-arg]
+    if wanted == known:
+        return wanted
+    # What a compression has learned decides where anchors lie, so weights that fit go on to the new fusion.
+    learned = {name: parameter.detach().clone() for name, parameter in xf.fusion_parameters(network).items()}
     if known is not None:
         xf.unfuse(network)
     xf.fuse(network, wanted)
+    for name, parameter in xf.fusion_parameters(network).items():
+        if name in learned and learned[name].shape == parameter.shape:
+            parameter.data.copy_(learned[name])
     return wanted
 
 

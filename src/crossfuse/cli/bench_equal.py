@@ -24,11 +24,12 @@ def equal_cost(
 
     from crossfuse.analysis.axes import ROWS
     from crossfuse.analysis.equal_cost import equal_cost as find
-    from crossfuse.cli.bench import _short as short
+    from crossfuse.cli.bench_axes import short
+    from crossfuse.cli.model_shapes import embedded_shape, shape_like
     from crossfuse.fusions.anchors import TextAnchors
     from crossfuse.fusions.cross_attention import CrossAttention
 
-    shape, tokens = _shape(like, image_tokens)
+    shape, tokens = embedded_shape() if like is None else (shape_like(like), image_tokens)
     table = Table(title=f"Pruned insertion with anchors at equal operations, on {like or 'the embedded model'}")
     for column in ("at the cost of", "operations", "tokens kept", "keep_image_tokens", "its operations"):
         table.add_column(column, justify="left" if column == "at the cost of" else "right")
@@ -70,20 +71,3 @@ def equal_cost(
         replace_file(
             out, (json.dumps({"like": like, **counted, "share": share, "rows": rows}, indent=2) + "\n").encode()
         )
-
-
-def _shape(like: str | None, image_tokens: int) -> tuple[Any, int]:
-    """(a model without storage, image tokens)."""
-    from crossfuse.cli.bench import _shape as published
-
-    if like is not None:
-        return published(like), image_tokens
-    import torch
-
-    from crossfuse.api import load_embedded
-
-    model, _ = load_embedded()
-    with torch.device("meta"):
-        shape = type(model)(model.config)
-    vision = model.config.vision_config
-    return shape, (vision.image_size // vision.patch_size) ** 2

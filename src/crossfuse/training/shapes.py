@@ -97,6 +97,15 @@ KNOWN_SHAPES: dict[str, Callable[[], Any]] = {
     "kyutai/helium-1-2b": _helium_2b,
     "HuggingFaceTB/SmolLM2-135M-Instruct": _smollm2_135m,
 }
+SHORT_NAMES = {  # as the papers write them
+    "TinyLLaVA-1B": "bczhou/tiny-llava-v1-hf",
+    "LLaVA-1.5-7B": "llava-hf/llava-1.5-7b-hf",
+    "LLaVA-1.5-13B": "llava-hf/llava-1.5-13b-hf",
+    "Qwen2.5-VL-3B": "Qwen/Qwen2.5-VL-3B-Instruct",
+    "Qwen2.5-VL-7B": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "Helium1-2B": "kyutai/helium-1-2b",
+    "SmolLM2-135M": "HuggingFaceTB/SmolLM2-135M-Instruct",
+}
 
 
 def shape_of(name: str) -> Any:

@@ -13,6 +13,8 @@ from torch import Tensor
 from crossfuse.fusions.anchors.image_anchors import ImageAnchors
 from crossfuse.fusions.anchors.similarity import BestPartner
 from crossfuse.fusions.anchors.text_anchors import TextAnchors
+from crossfuse.fusions.cross_attention.anchored import match_in_windows
+from crossfuse.fusions.cross_attention.fusion import CrossAttention
 from crossfuse.prompt import prompt_before_labels
 from crossfuse.sequence import MultimodalSequence
 
@@ -39,11 +41,17 @@ def match_prompt(
 ) -> tuple[MultimodalSequence, BestPartner, TextAnchors | ImageAnchors]:
     """Best partner of every candidate (text tokens for `TextAnchors`, image tokens for `ImageAnchors`) of a batch.
 
-    Matching is that of a prefill. A model that is not fused is matched with `TextAnchors`' default candidates.
+    Matching is that of a prefill. A model that is not fused is matched with `TextAnchors`' default candidates; one
+    with ``CrossAttention(anchors=TextAnchors(...))`` in each window apart, so that a token may occur several times.
+    The fusion that is returned is that of the anchors.
     """
-    sequence, used = anchor_sequence(model, inputs)
+    sequence, used = _sequence_and_fusion(model, inputs)
     with torch.no_grad():
         _report_broken(sequence)
+        if isinstance(used, CrossAttention):
+            assert used.anchors is not None
+            apart = sequence.image_features is not None
+            return sequence, match_in_windows(used, sequence) if apart else used.anchors.match(sequence), used.anchors
         return sequence, used.match(sequence), used
 
 
@@ -61,13 +69,26 @@ def anchor_sequence(model: Any, inputs: dict[str, Any]) -> tuple[MultimodalSeque
     """A processor's batch as the fusion sees it (embeddings with image tokens in place), and that fusion.
 
     inputs: input_ids (B, L), attention_mask, pixels and grids; optionally labels, prompt_mask, anchor_mask. Gradients
-    are recorded where they are enabled.
+    are recorded where they are enabled. ValueError for cross-attention, whose images are not in the sequence.
     """
+    sequence, used = _sequence_and_fusion(model, inputs)
+    if isinstance(used, CrossAttention):
+        raise ValueError("the model is fused with cross-attention, whose image tokens are not in the sequence")
+    return sequence, used
+
+
+def _sequence_and_fusion(
+    model: Any, inputs: dict[str, Any]
+) -> tuple[MultimodalSequence, TextAnchors | ImageAnchors | CrossAttention]:
     from crossfuse.api import fused, fusion_of
 
     fusion = fusion_of(model)
-    if fusion is not None and not isinstance(fusion, (TextAnchors, ImageAnchors)):
-        raise ValueError(f"the model is fused with {fusion.name}; anchors need TextAnchors, ImageAnchors or no fusion")
+    nested = isinstance(fusion, CrossAttention) and fusion.anchors is not None
+    if fusion is not None and not nested and not isinstance(fusion, (TextAnchors, ImageAnchors)):
+        raise ValueError(
+            f"the model is fused with {fusion.name}; anchors need TextAnchors, ImageAnchors, "
+            "CrossAttention(anchors=...) or no fusion"
+        )
     if getattr(model, "get_base_model", None) is not None:
         model = model.get_base_model()
     context = contextlib.nullcontext(model) if fusion is not None else fused(model, TextAnchors())
@@ -92,8 +113,9 @@ def explain_anchors(model: Any, inputs: dict[str, Any]) -> list[list[Anchor]]:
     """Anchors that `TextAnchors` or `ImageAnchors` inserts for a processor's batch: one list a sample, in reading
     order.
 
-    ``model`` is fused with either (its threshold decides), ``inputs`` hold input_ids (B, L), attention_mask,
-    pixel_values and, optionally, labels, prompt_mask, anchor_mask.
+    ``model`` is fused with either (its threshold decides), or with ``CrossAttention(anchors=TextAnchors(...))``, whose
+    windows each have copies of their own: a word has an anchor for every window that gets one. ``inputs`` hold
+    input_ids (B, L), attention_mask, pixel_values and, optionally, labels, prompt_mask, anchor_mask.
     """
     sequence, best, fusion = match_prompt(model, inputs)
     if fusion.threshold >= 1:

@@ -21,11 +21,13 @@ from torch.nn.functional import pad
 from crossfuse.fusions.anchors.order import order_with_copies
 from crossfuse.fusions.anchors.similarity import BestPartner, cosines, may_match
 from crossfuse.fusions.anchors.text_anchors import candidates
+from crossfuse.fusions.cross_attention.layout import image_lengths
 from crossfuse.fusions.cross_attention.visibility import window_numbers
 from crossfuse.sequence import FusedInputs, Layout, MultimodalSequence, gather_by, left_padded
 
 if TYPE_CHECKING:
     from crossfuse.fusions.anchors import TextAnchors
+    from crossfuse.fusions.cross_attention.fusion import CrossAttention
     from crossfuse.streaming.cache import FusionCache, WindowState
 
 
@@ -57,19 +59,8 @@ def anchored_images(
     sequence = fused.sequence
     if sequence.image_features is None:
         return None
-    texts, _ = candidates(sequence, anchors.exclude_token_ids)
-    table = sequence.embeds.masked_scatter(
-        sequence.is_image[..., None], sequence.image_features.to(sequence.embeds.dtype)
-    )
-    window = window_numbers(sequence, lengths, state).ordinal
-    earlier = _earlier_prompt(cache)
-    past = 0 if earlier is None else earlier.shape[1]
-    images, segments = sequence.is_image, sequence.segments
-    if earlier is not None:  # as columns before this call's: older than every window
-        table = torch.cat([body.get_input_embeddings()(earlier.clamp(min=0)).to(table.dtype), table], 1)
-        texts, window = torch.cat([earlier >= 0, texts], 1), pad(window, (past, 0))
-        images = pad(images, (past, 0), value=False)
-    best = best_in_windows(table, texts, images, window, segments)
+    table, images, past, best = _matched(anchors, body, sequence, lengths, state, cache)
+    segments = sequence.segments
     inserted = (best.cosine >= anchors.threshold) & (best.partner >= 0)
     if not bool(inserted.any()):
         return None
@@ -96,6 +87,40 @@ def anchored_images(
     return AnchoredImages(
         dataclasses.replace(fused, sequence=grown, layout=_moved_layout(fused, host)), _counts(lengths, rank), steps
     )
+
+
+def match_in_windows(fusion: CrossAttention, sequence: MultimodalSequence) -> BestPartner:
+    """The best image token of every candidate text token in every window of a prompt that comes in one call.
+
+    Columns are those of ``sequence``, which has an image; ``fusion`` has anchors.
+    """
+    assert fusion.anchors is not None
+    return _matched(fusion.anchors, None, sequence, image_lengths(fusion, sequence), None, None)[-1]
+
+
+def _matched(
+    anchors: TextAnchors,
+    body: Any,
+    sequence: MultimodalSequence,
+    lengths: list[int],
+    state: WindowState | None,
+    cache: FusionCache | None,
+) -> tuple[Tensor, Tensor, int, BestPartner]:
+    """(embeddings (B, P + L, d), is_image (B, P + L), P, best partners): earlier text stands before this call's."""
+    texts, _ = candidates(sequence, anchors.exclude_token_ids)
+    assert sequence.image_features is not None
+    table = sequence.embeds.masked_scatter(
+        sequence.is_image[..., None], sequence.image_features.to(sequence.embeds.dtype)
+    )
+    window = window_numbers(sequence, lengths, state).ordinal
+    earlier = _earlier_prompt(cache)
+    past = 0 if earlier is None else earlier.shape[1]
+    images = sequence.is_image
+    if earlier is not None:  # as columns before this call's: older than every window
+        table = torch.cat([body.get_input_embeddings()(earlier.clamp(min=0)).to(table.dtype), table], 1)
+        texts, window = torch.cat([earlier >= 0, texts], 1), pad(window, (past, 0))
+        images = pad(images, (past, 0), value=False)
+    return table, images, past, best_in_windows(table, texts, images, window, sequence.segments)
 
 
 def best_in_windows(

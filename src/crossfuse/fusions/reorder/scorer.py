@@ -37,7 +37,7 @@ class ReorderScorer(nn.Module):
         self.place = nn.Linear(fusion.width, fusion.width, bias=False)
         self.token = nn.Linear(fusion.width, fusion.width, bias=False)
         self.identity = nn.Parameter(torch.full((1,), float(fusion.identity_start)))
-        # Training forwards so far. Not saved with the weights: see `set_annealing_step`.
+        # Training forwards so far. Not among the weights; a run's checkpoints hold it: see `set_annealing_step`.
         self.register_buffer("steps", torch.zeros((), dtype=torch.long), persistent=False)
 
     def forward(self, tokens: Tensor, is_image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,6 +64,13 @@ class ReorderScorer(nn.Module):
         first, last, steps = self.temperatures
         done = (self.steps.double() / max(steps, 1)).clamp(max=1) if steps else torch.ones_like(self.steps).double()
         return (first * (last / first) ** done).float()
+
+
+def annealing_step(model: nn.Module) -> int | None:
+    """Training forwards that the temperature of a `GumbelReorder` has counted; None without a reordering network."""
+    # Of the copies that PEFT makes of a module, only the one that trains counts.
+    counts = [int(module.steps) for module in model.modules() if isinstance(module, ReorderScorer)]
+    return max(counts, default=None)
 
 
 def set_annealing_step(model: nn.Module, step: int) -> None:
