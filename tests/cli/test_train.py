@@ -11,6 +11,7 @@ from crossfuse.cli.main import main
 from crossfuse.data.collate import Collator
 from crossfuse.data.records import Record
 from crossfuse.training.export import load_export, merged_model, read_run
+from crossfuse.training.trainer import TrainingRun
 
 TINY = ["steps=2", "batch_size=2", "data.0.limit=8", "validation.0.limit=4", "eval_every=1", "warmup_steps=0"]
 
@@ -106,3 +107,13 @@ def test_a_finished_run_is_not_written_over(capsys, tmp_path):
     assert code == 2
     assert "holds a run already" in err
     assert call(capsys, *arguments, "--resume")[0] == 0
+
+
+def test_the_last_line_comes_from_one_process_alone(capsys, tmp_path, monkeypatch):
+    from accelerate import PartialState
+
+    arguments = ("train", "embedded-attanchor-tinyllava-1b", *TINY, "validation=null", "--out", str(tmp_path))
+    monkeypatch.setattr("crossfuse.training.trainer.run", lambda *args, **kwargs: TrainingRun([(1, 2.0)], 3.0, 1, 2, 4))
+    assert call(capsys, *arguments) == (0, f"1 steps in 3 s (finished), last loss 2.000; {tmp_path}\n", "")
+    monkeypatch.setattr(PartialState, "is_main_process", property(lambda self: False))
+    assert call(capsys, *arguments) == (0, "", "")

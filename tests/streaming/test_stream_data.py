@@ -26,6 +26,7 @@ from crossfuse.data.streams import (
     video_question,
     words_by_frame,
 )
+from crossfuse.data.videos import VideoSampling
 from crossfuse.streaming.session import PieceReader
 from matrix import name_of
 
@@ -169,7 +170,7 @@ def test_s4_whole_video_and_cut_clip_give_the_same_stream(tmp_path):
         said = {"role": "assistant", "content": " ".join(word for *_, word in words)}
         return records.Record(id=name, videos=[video], messages=[user, said], meta={"words": words})
 
-    whole, cut = RecordStreams([record("whole", 3.0, 6.0), record("cut", None, None)], fps=2)
+    whole, cut = RecordStreams([record("whole", 3.0, 6.0), record("cut", None, None)], VideoSampling(fps=2))
     pairs = [[(f.time, f.words, f.image.getpixel((0, 0))) for f in stream.frames] for stream in (whole, cut)]
     assert pairs[0] == pairs[1]
     assert [text for _, text, _ in pairs[0]] == ["one", "two three", "", "", "four", ""]

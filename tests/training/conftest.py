@@ -1,4 +1,4 @@
-"""The folder itself on the path: `paper_models`."""
+"""The folder itself on the path (`paper_models`), and the one of the data formats (`format_files`)."""
 
 from __future__ import annotations
 
@@ -6,3 +6,4 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1] / "data"))

@@ -26,7 +26,7 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-WORDS = ["what", "is", "this", "here", "a", "red", "green", "blue", "picture", "the", "colour", ".", "?", "\n"]
+WORDS = ["what", "is", "this", "here", "a", "red", "green", "blue", "picture", "the", "colour", ".", "?", "\n", "..."]
 _LLAVA = (
     "{% for m in messages %}{{ 'USER:' if m.role == 'user' else 'ASSISTANT:' }}{% for c in m.content %}"
     "{{ '<image>' + '\n' if c.type == 'image' else c.text }}{% endfor %}{% if m.role == 'assistant' %}{{ '</s>' }}"
@@ -34,7 +34,7 @@ _LLAVA = (
 )
 _QWEN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}{{ '\n' }}{% for c in m.content %}"
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if c.type == 'image' else c.text }}{% endfor %}<|im_end|>"
+    "{{ '<|vision_start|><|' ~ c.type ~ '_pad|><|vision_end|>' if c.type != 'text' else c.text }}{% endfor %}<|im_end|>"
     "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
 )
 _TEXT = {
@@ -47,7 +47,7 @@ _VISION = {"depth": 5, "hidden_size": 32, "intermediate_size": 48, "num_heads": 
 def tokenizer(special: list[str], **options: Any) -> PreTrainedTokenizerFast:
     words = ["<pad>", "<unk>", "</s>", *special, "user", "assistant", *WORDS]
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n|[?.:]|[^\s?.:]+"), behavior="removed", invert=True)
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n|\.\.\.|[?.:]|[^\s?.:]+"), behavior="removed", invert=True)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", unk_token="<unk>", **{"eos_token": "</s>", **options}
     )

@@ -66,10 +66,34 @@ def test_steps_follow_from_epochs_and_the_known_size_of_the_data():
 
 
 def test_unknown_sizes_are_said():
-    recipe = load_recipe("attanchor-tinyllava-1b-mix-vsft-mini")
+    recipe = load_recipe("attanchor-tinyllava-1b-mix-vsft-mini", ["data=[{path: somebody/something}]"])
     found = plan(recipe, measure=False)
     assert found.steps is None
     assert any("unknown" in line for line in found.lines())
+    assert any("its size not known" in note for note in found.notes)
+
+
+def test_a_size_is_said_with_who_states_it_or_as_an_estimate():
+    mini = plan(load_recipe("attanchor-tinyllava-1b-mix-vsft-mini"), measure=False)
+    assert any("8,500 records (an estimate) of 350 text tokens (an estimate)" in note for note in mini.notes)
+    assert mini.steps is not None
+    whole = plan(load_recipe("attanchor-tinyllava-1b-mix-vsft"), measure=False)
+    assert any("259,155 records (by its page, split train)" in note for note in whole.notes)
+
+
+def test_clips_take_the_tokens_of_their_layout():
+    """A minute at 2 fps and 504 x 504: pairs of frames in a chat (60 x 324), single ones in a stream (120 x 324)."""
+    changes = ["model=Qwen/Qwen2.5-VL-3B-Instruct", "data=[{path: lmms-lab/LLaVA-Video-178K}]"]
+    chat = plan(load_recipe("casa-qwen2.5-vl-3b-video", changes), measure=False)
+    stream = plan(load_recipe("casa-qwen2.5-vl-3b-livecc"), measure=False)
+    assert chat.image_tokens == 128 * 60 * 18 * 18
+    assert stream.image_tokens == 128 * 120 * 18 * 18
+
+
+def test_the_frames_of_rendered_clips_are_counted():
+    questions = plan(load_recipe("embedded-casa-qwen2.5-vl-3b-video"), measure=False)
+    events = plan(load_recipe("embedded-casa-qwen2.5-vl-3b-livecc"), measure=False)
+    assert questions.image_tokens == events.image_tokens == 16 * 4 * 64
 
 
 def test_packed_rows_fill_their_budgets_and_the_twin_has_as_many_tokens():

@@ -180,7 +180,9 @@ def test_casa_recipes_hold_what_the_paper_states():
     assert video.video.max_image_tokens == 46080
     assert any("LLaVA-Video-178K" in source.path for source in video.data)
     assert len(video.data) > 1
-    assert livecc.fusion == {"name": "cross-attention", "joint_text": True}
+    assert livecc.fusion == {"name": "cross-attention", "joint_text": True, "video_windows": "frame"}
+    assert (livecc.data[0].layout, video.data[0].layout) == ("stream", "chat")
+    assert video.make_fusion().video_windows == "all"  # with a window a frame a question would see the last one alone
     for name in ("learning_rate", "optimizer", "warmup_steps"):
         assert helium.tags[name] == "ours"
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fusions" / "anchors"))
 
@@ -21,6 +23,7 @@ import crossfuse as xf
 from crossfuse.data.packing import pack_batch
 from crossfuse.training.batches import Joined, PackedCollator, TrainingBatches, evaluation_batches, training_loader
 from crossfuse.training.checkpoints import trained_state
+from crossfuse.training.guards import save_batch
 from crossfuse.training.lengths import sample_lengths
 from crossfuse.training.logs import StepInfo
 from crossfuse.training.progress import describe, training_bar
@@ -125,6 +128,37 @@ def test_lengths_from_headers_are_those_of_the_collator(embedded):
     slow = sample_lengths(records, lambda rows: Collator(processor)(rows), (model.config.image_token_id,))
     assert [part.tolist() for part in quick] == [part.tolist() for part in slow]
     assert quick[1].min() > 0
+
+
+class EncodedRows(Rows):
+    """The same samples with what the tower made of their images in place of pixels, as `generate` passes it."""
+
+    def __init__(self, tower, **options):
+        super().__init__(**options)
+        for row in self.rows:
+            with torch.no_grad():
+                row["encoded"] = tower.get_image_features(pixel_values=row["pixel_values"]).pooler_output
+
+
+def encoded_collate(rows):
+    made = collate([{k: v for k, v in row.items() if k != "pixel_values"} for row in rows])
+    features = [image for row in rows for image in row["encoded"]]
+    return made | {"mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=features)}}
+
+
+def test_what_the_model_takes_besides_tensors_reaches_it(tmp_path):
+    """Encoded images train as their pixels do; ids of records never reach the model; a bad batch is saved whole."""
+    chosen = recipe(steps=3, trainable={"llm": "lora", "projector": "frozen"})
+    model = model_for(xf.CrossAttention(), chosen)
+    expected = train(model, Rows(), collate, chosen, validation=Rows(4, seed=1))
+    again = model_for(xf.CrossAttention(), chosen)
+    tower = llava()
+    found = train(again, EncodedRows(tower), encoded_collate, chosen, validation=EncodedRows(tower, count=4, seed=1))
+    assert [loss for _, loss in found.losses] == pytest.approx([loss for _, loss in expected.losses], abs=1e-5)
+    assert [loss for _, loss in found.validation] == pytest.approx([x for _, x in expected.validation], abs=1e-5)
+    save_batch(tmp_path, encoded_collate(EncodedRows(tower).rows[:2]), {"step": 1})
+    assert {"mm_encoder_outputs/image/pooler_output/0", "input_ids"} <= set(load_file(tmp_path / "batch.safetensors"))
+    assert json.loads((tmp_path / "batch.json").read_text()) == {"step": 1, "id": ["row-0", "row-1"]}
 
 
 def test_a_run_writes_json_lines_and_tensorboard_events(tmp_path):

@@ -10,6 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 import crossfuse as xf
+from crossfuse.fusions.reorder import annealing_step
 from crossfuse.training.checkpoints import CheckpointFolder, plain_name, trained_state
 from crossfuse.training.guards import StopSignal
 from crossfuse.training.trainer import check_directory, train
@@ -171,3 +172,17 @@ def test_a_directory_with_a_run_is_not_written_over(tmp_path):
 def test_names_without_peft():
     assert plain_name("base_model.model.model.x.cross.modules_to_save.default.q.weight") == "model.x.cross.q.weight"
     assert plain_name("base_model.model.a.q_proj.base_layer.weight") == "a.q_proj.weight"
+
+
+def test_the_annealing_of_a_reordering_goes_on_after_a_resume(tmp_path):
+    """Its counter is no weight; without it the resumed run would start over at the first temperature."""
+    fusion = xf.GumbelReorder(width=16, depth=1, temperature=1.0, final_temperature=0.05, anneal_steps=6)
+    chosen = recipe(steps=6, trainable={"llm": "frozen"})
+    unbroken = model_for(fusion, chosen)
+    whole = train(unbroken, Rows(), collate, chosen, out=tmp_path / "whole")
+    losses, _, resumed = interrupted(fusion, chosen, tmp_path / "broken", at=3)
+    assert annealing_step(unbroken) == annealing_step(resumed) == 6
+    assert losses == whole.losses
+    expected, found = trained_state(unbroken), trained_state(resumed)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert json.loads((tmp_path / "broken" / "last" / "training.json").read_text())["annealing"] == 6

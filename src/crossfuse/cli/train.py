@@ -38,10 +38,14 @@ def train(
         for line in plan(chosen).lines():
             typer.echo(line)
         return
+    from accelerate import PartialState
+
     from crossfuse.training.trainer import run
 
     folder = out or Path("runs") / find_recipe(recipe).stem
     result = run(chosen, folder, resume=resume)
+    if not PartialState().is_main_process:  # the others have trained the same model
+        return
     loss = f", last loss {result.losses[-1][1]:.3f}" if result.losses else ""
     best = f", best at step {result.best_step}" if result.best_step else ""
     typer.echo(f"{result.steps} steps in {result.seconds:.0f} s ({result.stopped}){loss}{best}; {folder}")

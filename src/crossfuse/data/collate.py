@@ -16,13 +16,17 @@ from crossfuse.data.records import Record
 from crossfuse.data.spans import SupervisedText, render_supervised
 from crossfuse.data.videos import VideoSampling
 
-__all__ = ["IGNORE_INDEX", "CollationReport", "Collator", "open_image"]
+__all__ = ["IGNORE_INDEX", "CollationReport", "Collator", "NoUsableRecordError", "open_image"]
 
 IGNORE_INDEX = -100
 # Token-aligned outputs of processors, with what fills the padding.
 _ALIGNED = {"attention_mask": 0, "token_type_ids": 0, "mm_token_type_ids": 0}
 
 _Rows = list[dict[str, list[int]]]
+
+
+class NoUsableRecordError(ValueError):
+    """Every record of a batch had to be left out."""
 
 
 @dataclass
@@ -34,9 +38,12 @@ class CollationReport:
     too_long: list[str] = field(default_factory=list)
     bad_image: list[str] = field(default_factory=list)
     truncated: list[str] = field(default_factory=list)
+    bad_text: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         cut = f", {len(self.truncated)} cut at max_length" if self.truncated else ""
+        if self.bad_text:
+            cut += f", {len(self.bad_text)} skipped for words that hold a reserved token"
         return (
             f"{self.seen} records: {len(self.unsupervised)} without a supervised token, "
             f"{len(self.too_long)} skipped as too long, {len(self.bad_image)} skipped for a bad image{cut}"
@@ -99,7 +106,7 @@ class Collator:
             raise ValueError("labels need a fast tokenizer (one with offsets); load it with use_fast=True")
 
     def __call__(self, records: Sequence[Record]) -> dict[str, Any]:
-        """One batch; ``ValueError`` where every record had to be skipped."""
+        """One batch; `NoUsableRecordError` (a ``ValueError``) where every record had to be skipped."""
         opened = self._open(records)
         rows, tensors = self._encode(opened)
         fitting = [i for i, row in enumerate(rows) if self._fits(opened[i].record, row)]
@@ -109,7 +116,9 @@ class Collator:
         if self.on_overflow == "truncate" and self.max_length is not None:
             rows = [{name: values[: self.max_length] for name, values in row.items()} for row in rows]
         if not rows:
-            raise ValueError(f"no record of this batch could be used ({self.report}); check the data or a larger batch")
+            raise NoUsableRecordError(
+                f"no record of this batch could be used ({self.report}); check the data or a larger batch"
+            )
         for item, row in zip(opened, rows, strict=True):
             if not self.prompt_only and all(label == IGNORE_INDEX for label in row["labels"]):
                 self.report.unsupervised.append(item.record.id)

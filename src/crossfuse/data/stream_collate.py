@@ -14,6 +14,14 @@ from crossfuse.data.images import open_image
 from crossfuse.data.streams import StreamRecord
 
 
+class StreamTooLongError(ValueError):
+    """A stream has more tokens than ``max_length``."""
+
+
+class ReservedTextError(ValueError):
+    """A text holds a token that has a meaning of its own in the layout."""
+
+
 @dataclass(frozen=True)
 class StreamLayout:
     """The tokens between frames and words, the same in training and in a session.
@@ -122,7 +130,7 @@ class StreamCollator:
             row.said([self._end], kept=self._keeps_end)
         ids, labels = row.finished()
         if self.max_length is not None and len(ids) > self.max_length:
-            raise ValueError(
+            raise StreamTooLongError(
                 f"stream {record.id!r} has {len(ids)} tokens, more than max_length={self.max_length}; raise it, or "
                 "take fewer frames"
             )
@@ -156,7 +164,7 @@ class StreamCollator:
         found = reserved & set(ids)
         if found:
             token = self.processor.tokenizer.convert_ids_to_tokens(min(found))
-            raise ValueError(
+            raise ReservedTextError(
                 f"stream {record.id!r}: the text {text[:40]!r} holds {token!r}, which is reserved in this layout; "
                 "remove it, or choose another silence or end"
             )

@@ -8,7 +8,7 @@
 * `live_stream`: words with times, as LiveCC writes them: each frame is followed by the words that are spoken from its
   time until the next frame's, silence where there are none.
 * `video_question`: frames without words, then a question and its supervised answer.
-* `RecordStreams`: records with a video, such as LiveCC's, in one of these two layouts.
+* `RecordStreams`: records with a video, such as LiveCC's, in one of these two layouts; `UnopenedStream` is one of them.
 * `ClipStreams`: rendered clips, whose events are announced at the first frame that shows them.
 
 `StreamCollator` (in `crossfuse.data.stream_collate`) turns them into batches.
@@ -23,11 +23,15 @@ import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from crossfuse.data.clips import EVENT_KINDS, Clip, Event, EventKind, make_clip
 from crossfuse.data.questions import article
 from crossfuse.data.scenes import MAX_OBJECTS, Split, render
+
+if TYPE_CHECKING:
+    from crossfuse.data.records import Record
+    from crossfuse.data.videos import VideoSampling
 
 # Frames a second of rendered clips: two events are at least 0.75 s apart, so no frame shows two for the first time.
 CLIP_FPS = 4 / 3
@@ -126,20 +130,58 @@ def video_question(id: str, frames: Iterable[tuple[float, Any]], question: str, 
     return StreamRecord(id, given, question=question, answer=answer)
 
 
+@dataclass(frozen=True)
+class UnopenedStream:
+    """A record whose video becomes the frames of a stream once it is opened."""
+
+    record: Record
+
+    @property
+    def id(self) -> str:
+        return self.record.id
+
+    def open(self, sampling: VideoSampling, stride: int = 1) -> StreamRecord:
+        """Decode the frames. stride: side in pixels of the square that one image token covers, for ``max_tokens``.
+
+        Where the record has words with times (``meta["words"]``: start, end, word, in seconds from the start of its
+        span) it is a `live_stream` that opens with the user's words; otherwise its last question and answer make a
+        `video_question`.
+
+        Raises FileNotFoundError or ValueError for a record without exactly one video, with neither words nor an
+        answer, or with a video that cannot be read.
+        """
+        from crossfuse.data.videos import read_clip
+
+        record = self.record
+        if len(record.videos) != 1 or record.images:
+            raise ValueError(
+                f"record {record.id!r} has {len(record.videos)} videos and {len(record.images)} images; a stream is "
+                "made of one video"
+            )
+        (video,) = record.videos
+        asked = [message.text for message in record.messages if message.role == "user"]
+        spoken: Any = record.meta.get("words")
+        if spoken is None and (not record.answer or not asked):
+            raise ValueError(f"record {record.id!r} has neither words with times nor a question with an answer")
+        frames = read_clip(video, sampling, stride)
+        if spoken is None:
+            return video_question(record.id, frames, f"{asked[-1]}\n", record.answer or "")
+        words = [TimedWords(word, start) for start, _, word in spoken]
+        end = None if video.end is None else video.end - (video.start or 0.0)
+        opening = f"{asked[0]}\n" if asked and asked[0] else ""
+        return live_stream(record.id, frames, words, opening=opening, end=end)
+
+
 class RecordStreams(Sequence[StreamRecord]):
     """Map-style data set over records with one video each, as the adapters of `crossfuse.data.formats` give them.
 
-    Where a record has words with times (``meta["words"]``: start, end, word, in seconds from the start of its span) it
-    is a `live_stream` that opens with the user's words; otherwise its last question and answer make a `video_question`.
-    Frames are decoded when a record is asked for: ``fps`` a second, at most ``max_frames``, spread over the span.
-
-    Raises ValueError (at access) for a record without exactly one video, or with neither words nor an answer.
+    Frames are decoded when a record is asked for, as `UnopenedStream` says.
     """
 
-    def __init__(
-        self, records: Any, *, fps: float = 2.0, max_frames: int | None = None, max_pixels: int | None = 504 * 504
-    ) -> None:
-        self.records, self.fps, self.max_frames, self.max_pixels = records, fps, max_frames, max_pixels
+    def __init__(self, records: Any, sampling: VideoSampling | None = None, stride: int = 1) -> None:
+        from crossfuse.data.videos import VideoSampling
+
+        self.records, self.sampling, self.stride = records, sampling or VideoSampling(), stride
 
     def __len__(self) -> int:
         return len(self.records)
@@ -147,35 +189,7 @@ class RecordStreams(Sequence[StreamRecord]):
     def __getitem__(self, index):  # type: ignore[no-untyped-def, override]
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return self.stream_of(self.records[index])
-
-    def stream_of(self, record: Any) -> StreamRecord:
-        """The stream of one record."""
-        from crossfuse.streaming.video import read_video
-
-        if len(record.videos) != 1:
-            raise ValueError(f"record {record.id!r} has {len(record.videos)} videos; a stream is made of one")
-        (video,) = record.videos
-        frames = list(
-            read_video(
-                video.path,
-                fps=self.fps,
-                max_frames=self.max_frames,
-                max_pixels=self.max_pixels,
-                start=video.start or 0.0,
-                end=video.end,
-            )
-        )
-        asked = [message.text for message in record.messages if message.role == "user"]
-        spoken = record.meta.get("words")
-        if spoken is not None:
-            words = [TimedWords(word, start) for start, _, word in spoken]
-            end = None if video.end is None else video.end - (video.start or 0.0)
-            opening = f"{asked[0]}\n" if asked and asked[0] else ""
-            return live_stream(record.id, frames, words, opening=opening, end=end)
-        if not record.answer or not asked:
-            raise ValueError(f"record {record.id!r} has neither words with times nor a question with an answer")
-        return video_question(record.id, frames, f"{asked[-1]}\n", record.answer)
+        return UnopenedStream(self.records[index]).open(self.sampling, self.stride)
 
 
 def shown_at(event: Event) -> float:

@@ -10,29 +10,19 @@ from typing import Any
 import yaml
 from pydantic import Field, field_validator
 
-from crossfuse.data.clips import EVENT_KINDS, EventKind
 from crossfuse.data.records import first_reason
-from crossfuse.data.scenes import MAX_OBJECTS, Split
-from crossfuse.data.stream_collate import StreamLayout
-from crossfuse.data.streams import CLIP_FPS, ClipStreams
+from crossfuse.data.scenes import Split
+from crossfuse.data.streams import ClipStreams
 from crossfuse.fusion import make_fusion
 from crossfuse.training.recipe import Recipe, set_dotted
-from crossfuse.training.recipe_sections import RecipeSection
+from crossfuse.training.recipe_sections import RecipeSection, RenderedClips, Stream
 
 
-class Clips(RecipeSection):
+class Clips(RenderedClips):
     """Rendered clips: ``train`` and ``test`` are numbers of clips, of disjoint splits."""
 
     train: int = Field(default=2000, ge=1)
     test: int = Field(default=100, ge=2)
-    duration: float = Field(default=6.0, gt=0)
-    """Seconds."""
-    fps: float = Field(default=CLIP_FPS, gt=0)
-    events: int = Field(default=3, ge=1)
-    """Most events of a clip."""
-    kinds: tuple[EventKind, ...] = EVENT_KINDS
-    objects: int = Field(default=MAX_OBJECTS, ge=1)
-    """Most objects at a time."""
 
     def streams(self, split: Split) -> ClipStreams:
         """The clips of a split as training streams; ``test`` of them outside of the training split."""
@@ -47,23 +37,11 @@ class Clips(RecipeSection):
         )
 
 
-class Layout(RecipeSection):
-    """Fields of `StreamLayout`."""
-
-    silence: str = "..."
-    keep_silence: bool = False
-    delimiter: str = "\n"
-    end: str | None = None
-
-    def build(self) -> StreamLayout:
-        return StreamLayout(**self.model_dump())
-
-
 class StreamRecipe(RecipeSection):
     """Train each of ``fusions`` from the same start on the same clips, and score it on unseen ones."""
 
     clips: Clips = Clips()
-    layout: Layout = Layout()
+    layout: Stream = Stream()
     fusions: dict[str, dict[str, Any]] = Field(default={"insertion": {"name": "insertion"}}, min_length=1)
     """By the name of the run: ``name`` and fields of a fusion."""
     training: Recipe = Recipe(model="embedded")

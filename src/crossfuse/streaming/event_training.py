@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +84,7 @@ def _run(recipe: StreamRecipe, name: str, out: Path, progress: Callable[[str, in
         done += count
         progress(f"{name}: training", done, training.steps or 0)
 
-    with features_as_given(trained):
-        result = fine_tune(trained, recipe.clips.streams("train"), collator, training, progress=step)
+    result = fine_tune(trained, recipe.clips.streams("train"), collator, training, progress=step)
     trained.eval()
     if hasattr(trained, "merge_and_unload"):
         trained = trained.merge_and_unload()
@@ -124,9 +122,11 @@ def score_conditions(
 class EncodedFrames:
     """A `StreamCollator` that runs a frozen vision encoder and projector once a picture, not once a step.
 
-    Batches carry ``frame_features`` (frames, N, d) float32 in place of pixels; `features_as_given` hands them to the
-    model. At most ``limit`` encoded frames are kept.
+    Batches carry ``mm_encoder_outputs`` in place of pixels, as `generate` does: (N, d) float32 a frame. At most
+    ``limit`` encoded frames are kept.
     """
+
+    pins = False  # what is encoded lies on the model's device already
 
     def __init__(self, collator: StreamCollator, model: Any, limit: int):
         from crossfuse.streaming.engine import Engine
@@ -137,13 +137,16 @@ class EncodedFrames:
         self.known: dict[str, Tensor] = {}
         self.kept = 0
 
-    def __call__(self, records: Sequence[StreamRecord]) -> dict[str, Tensor]:
+    def __call__(self, records: Sequence[StreamRecord]) -> dict[str, Any]:
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
         features = [self._features(record) for record in records]
         rows = [
             self.collator.tokens(record, [encoded.shape[1]] * len(record.frames))
             for record, encoded in zip(records, features, strict=True)
         ]
-        return self.collator.padded(rows) | {"frame_features": torch.cat(features)}
+        given = BaseModelOutputWithPooling(pooler_output=[frame for frames in features for frame in frames])  # type: ignore[arg-type]
+        return {**self.collator.padded(rows), "mm_encoder_outputs": {"image": given}}
 
     def _features(self, record: StreamRecord) -> Tensor:
         """(frames, N, d)"""
@@ -161,39 +164,27 @@ class EncodedFrames:
         return features
 
 
-@contextlib.contextmanager
-def features_as_given(model: Any) -> Iterator[None]:
-    """Inside, a forward takes ``frame_features`` (frames, N, d) in place of pixels."""
-    from transformers.modeling_outputs import BaseModelOutputWithPooling
-
-    def replace(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        features = kwargs.pop("frame_features", None)
-        if features is not None:
-            kwargs["mm_encoder_outputs"] = {"image": BaseModelOutputWithPooling(pooler_output=list(features))}  # type: ignore[arg-type]
-        return args, kwargs
-
-    handle = model.register_forward_pre_hook(replace, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def print_runs(runs: Sequence[EventRun]) -> None:
     """The table of scores: one row a fusion and condition, precision / recall by reading, delay of what was right."""
     from rich.console import Console
     from rich.table import Table
 
-    shown = Table(title="Events of unseen clips through a stream session: precision / recall")
-    for column in ("fusion", "frames", "events", "said", *READINGS, "delay"):
-        shown.add_column(column, justify="left" if column in ("fusion", "frames") else "right")
+    # Narrow enough for 80 columns: names stand above their rows, and whole.
+    shown = Table(
+        title="Events of unseen clips through a stream session: precision / recall", pad_edge=False, show_edge=False
+    )
+    names = [run.fusion for run in runs] + [f"  {condition}" for condition in CONDITIONS]
+    shown.add_column("fusion, frames", no_wrap=True, min_width=max(map(len, names)))
+    for column in ("events", "said", *READINGS, "delay"):
+        shown.add_column(column, justify="right", overflow="fold")
     for run in runs:
+        shown.add_row(run.fusion, style="bold")
         for condition in CONDITIONS:
             scores = run.scores[condition]
             strict = scores["words"]
             cells = [f"{_percent(scores[r].precision)} / {_percent(scores[r].recall)}" for r in READINGS]
             delay = "–" if strict.mean_delay is None else f"{strict.mean_delay:.2f}"
-            shown.add_row(run.fusion, condition, str(strict.events), str(strict.announcements), *cells, delay)
+            shown.add_row(f"  {condition}", str(strict.events), str(strict.announcements), *cells, delay)
         shown.add_section()
     console = Console()
     console.print(shown)

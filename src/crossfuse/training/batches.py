@@ -6,7 +6,7 @@ one optimiser step of W processes sees the samples of one step of a single proce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -151,7 +151,7 @@ def training_loader(
         collate_fn=collate,
         num_workers=recipe.workers,
         persistent_workers=recipe.workers > 0,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=torch.cuda.is_available() and getattr(collator, "pins", True),
         # Its own generator: the loader then draws nothing from the global state that dropout reads.
         generator=torch.Generator().manual_seed(recipe.seed),
     )
@@ -188,24 +188,31 @@ class PackedCollator:
         self.collator = collator
 
     def __call__(self, rows: list[list[Any]]) -> dict[str, Any]:
-        packed = [pack_batch(self.collator(row)) for row in rows]
-        if len(packed) == 1:
-            return packed[0]
-        longest = max(row["input_ids"].shape[1] for row in packed)
-        batch: dict[str, Any] = {}
-        for name in dict.fromkeys(name for row in packed for name in row):
-            having = [row for row in packed if name in row]
-            values = [row[name] for row in having]
-            if isinstance(values[0], list):
-                batch[name] = [item for value in values for item in value]
-            elif all(row[name].shape == row["input_ids"].shape for row in having):
-                fill = {"labels": IGNORE_INDEX, "segment_ids": -1}.get(name, 0)
-                # A row of text alone may lack the types of its tokens: all of them are 0.
-                aligned = [row.get(name, torch.zeros_like(row["input_ids"])) for row in packed]
-                batch[name] = torch.cat([pad(v, (0, longest - v.shape[1]), value=fill) for v in aligned])
-            else:
-                batch[name] = torch.cat(values)
-        return batch
+        return join_batches([pack_batch(self.collator(row)) for row in rows])
+
+
+def join_batches(batches: Sequence[dict[str, Any]], fills: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Batches one under the other: rows padded at their end (``fills``: with what, 0 by default), all else in order.
+
+    A batch without images may lack the types of its tokens: all of them are 0.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    filled = {"labels": IGNORE_INDEX, "segment_ids": -1, **(fills or {})}
+    longest = max(batch["input_ids"].shape[1] for batch in batches)
+    joined: dict[str, Any] = {}
+    for name in dict.fromkeys(name for batch in batches for name in batch):
+        having = [batch for batch in batches if name in batch]
+        values = [batch[name] for batch in having]
+        if isinstance(values[0], list):
+            joined[name] = [item for value in values for item in value]
+        elif all(batch[name].shape == batch["input_ids"].shape for batch in having):
+            fill = filled.get(name, 0)
+            aligned = [batch.get(name, torch.zeros_like(batch["input_ids"])) for batch in batches]
+            joined[name] = torch.cat([pad(v, (0, longest - v.shape[1]), value=fill) for v in aligned])
+        else:
+            joined[name] = torch.cat(values)
+    return joined
 
 
 def evaluation_batches(dataset: Any, batch_size: int, rank: int = 0, world: int = 1) -> list[list[int]]:

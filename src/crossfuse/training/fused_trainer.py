@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerState, get_scheduler
 from transformers.trainer import TRAINER_STATE_NAME
 
+from crossfuse.fusions.reorder import annealing_step, set_annealing_step
 from crossfuse.training.batches import evaluation_batches, training_loader
 from crossfuse.training.checkpoints import (
     OPTIMIZER,
@@ -35,7 +37,7 @@ from crossfuse.training.distributed import (
     shard_on_cpus,
     steps_like_an_image_batch,
 )
-from crossfuse.training.groups import optimizer_groups
+from crossfuse.training.groups import optimizer_groups, plain_model
 from crossfuse.training.guards import StepGuard
 from crossfuse.training.recipe import Recipe
 
@@ -63,6 +65,7 @@ class FusedTrainer(Trainer):
     lengths: Any = None
     _resumed: dict[str, Any] | None = None
     _tokens: Tensor | None = None
+    _forward_names: frozenset[str] | None = None
 
     # Batches and loss
 
@@ -91,7 +94,7 @@ class FusedTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        given, inputs = inputs, {k: v for k, v in inputs.items() if k == "labels" or isinstance(v, Tensor)}
+        given, inputs = inputs, self._model_inputs(inputs)
         if model.training:
             self._count_tokens(inputs)
         inputs |= {"use_cache": False, "return_logits": self.return_logits}
@@ -104,6 +107,12 @@ class FusedTrainer(Trainer):
         if self.guard is not None and model.training:
             self.guard.check_loss(loss, given)
         return (loss, outputs) if return_outputs else loss
+
+    def _model_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """All tensors, and of the rest what the model's forward names (`mm_encoder_outputs`), not ids of records."""
+        if self._forward_names is None:
+            self._forward_names = frozenset(inspect.signature(type(plain_model(self.model)).forward).parameters)
+        return {k: v for k, v in batch.items() if isinstance(v, Tensor) or k in self._forward_names}
 
     def _aligned_loss(self, model: nn.Module, inputs: dict[str, Any], items: Tensor | int | None) -> tuple[Any, Any]:
         from crossfuse.fusions.anchors.alignment import aligned_forward
@@ -218,7 +227,7 @@ class FusedTrainer(Trainer):
         return metrics
 
     def _batch_loss(self, model: Any, batch: dict[str, Any]) -> tuple[float, int]:
-        inputs = {k: v for k, v in batch.items() if isinstance(v, Tensor) and not k.startswith("alignment_")}
+        inputs = {k: v for k, v in self._model_inputs(batch).items() if not k.startswith("alignment_")}
         tokens = int((inputs["labels"][:, 1:] != -100).sum())
         if not tokens and not self.is_fsdp_enabled:
             return 0.0, 0
@@ -265,6 +274,7 @@ class FusedTrainer(Trainer):
                     "rates": [group["lr"] for group in self.optimizer.param_groups],
                     "scheduler": self.lr_scheduler.state_dict(),
                     "scaler": scaler.state_dict() if scaler is not None else None,
+                    "annealing": annealing_step(self.model),
                     "random": states,
                 },
             )
@@ -279,6 +289,9 @@ class FusedTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         read_weights(Path(resume_from_checkpoint), self.model)
+        annealed = json.loads((Path(resume_from_checkpoint) / TRAINING).read_text()).get("annealing")
+        if annealed is not None:
+            set_annealing_step(self.model, annealed)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self.checkpoints is None or checkpoint is None:

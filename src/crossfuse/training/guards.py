@@ -6,7 +6,7 @@ import contextlib
 import json
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,16 +45,31 @@ def watch_sigterm() -> Iterator[StopSignal]:
 
 
 def save_batch(folder: Path, inputs: dict[str, Any], facts: dict[str, Any]) -> None:
-    """``batch.safetensors`` (the tensors) and ``batch.json`` (record ids and other values, `facts`)."""
+    """``batch.safetensors`` (the tensors; nested ones as "name/inner"), ``batch.json`` (ids and the like, `facts`)."""
     from safetensors.torch import save
 
     from crossfuse.storage import replace_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {k: v.detach().cpu().contiguous().clone() for k, v in inputs.items() if isinstance(v, Tensor)}
-    values = {k: v for k, v in inputs.items() if not isinstance(v, Tensor)}
+    flat = dict(_flat(inputs))
+    tensors = {k: v.detach().cpu().contiguous().clone() for k, v in flat.items() if isinstance(v, Tensor)}
+    values = {k: v for k, v in inputs.items() if not any(name == k or name.startswith(f"{k}/") for name in tensors)}
     replace_file(folder / "batch.safetensors", save(tensors))
     replace_file(folder / "batch.json", (json.dumps(facts | values, indent=2, default=str) + "\n").encode())
+
+
+def _flat(inputs: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, value) of what is no mapping and no list of tensors, with the names on the way to it."""
+    inner: list[tuple[Any, Any]] | None = None
+    if isinstance(inputs, Mapping):
+        inner = list(inputs.items())
+    elif isinstance(inputs, list | tuple) and inputs and isinstance(inputs[0], Tensor):
+        inner = list(enumerate(inputs))
+    if inner is None:
+        yield name, inputs
+        return
+    for key, value in inner:
+        yield from _flat(value, f"{name}/{key}" if name else str(key))
 
 
 class StepGuard(TrainerCallback):

@@ -21,7 +21,9 @@ def sample_lengths(
     else there is goes through the collator one by one. A record that cannot be opened counts as one token: the collator
     stops at it or leaves it out.
     """
-    plain = getattr(collator, "collator", collator)
+    plain = collator
+    while not isinstance(plain, Collator) and hasattr(plain, "collator"):
+        plain = plain.collator
     counter = TokenCounter(plain.processor, plain.video) if isinstance(plain, Collator) else None
     found = np.zeros((2, len(dataset)), dtype=np.int64)
     for i in range(len(dataset)):

@@ -116,7 +116,8 @@ def _forward(model: Any, fusion: Any, shape: SampleShape) -> int:
     cost = prompt_cost(model, fusion, text_tokens=max(1, round(shape.text_tokens)), image_tokens=images)
     config = model.config.get_text_config()
     # `prompt_cost` runs the head once, a training step for every supervised token.
-    return cost.prefill + 2 * config.hidden_size * config.vocab_size * max(0, round(shape.supervised) - 1)
+    further_heads = 2 * config.hidden_size * config.vocab_size * max(0, round(shape.supervised) - 1)
+    return cost.prefill + cost.training_only + further_heads
 
 
 def _vision(model: Any, shape: SampleShape) -> tuple[int, float]:

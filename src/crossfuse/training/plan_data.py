@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from crossfuse.data.streams import StreamRecord, UnopenedStream
 from crossfuse.training.recipe import DataSource, Recipe
+
+Layout = Literal["chat", "stream"]
 
 ASSUMED_TEXT = 200
 ASSUMED_SUPERVISED = 0.7
@@ -17,23 +20,30 @@ _SAMPLED = 32
 
 @dataclasses.dataclass(frozen=True)
 class KnownSet:
-    """Records as the set's own page counts them; text tokens of a record are our rough guess."""
+    """Records of a published set; text tokens of a record are our rough guess.
 
-    records: int | None
+    source: who states the number of records; None: it is an estimate of ours.
+    """
+
+    records: int
     text_tokens: int
-    video: bool = False
+    source: str | None
+    clip: Layout | None = None
 
 
 # By the last part of a path or hub id, in lower case, without its ending.
 KNOWN_SETS = {
-    "llava_instruct_150k": KnownSet(157_712, 300),
-    "llava_v1_5_mix665k": KnownSet(665_298, 400),
-    "llava-instruct-mix-vsft": KnownSet(259_155, 350),
-    "llava-instruct-mix-vsft-mini": KnownSet(None, 350),
-    "finevision": KnownSet(24_300_000, 400),
-    "llava-onevision-1.5-instruct-data": KnownSet(22_000_000, 300),
-    "llava-video-178k": KnownSet(1_300_000, 150, video=True),
-    "live-whisperx-526k": KnownSet(526_000, 600, video=True),
+    "llava_instruct_150k": KnownSet(157_712, 300, "several projects that have counted the file"),
+    "llava_v1_5_mix665k": KnownSet(665_298, 400, "haotian-liu/LLaVA, issue 657"),
+    "llava-instruct-mix-vsft": KnownSet(259_155, 350, "its page, split train"),
+    # Its page says 1,000 to 10,000; the file has 357 MB, at the 41.8 kB a record of the whole set.
+    "llava-instruct-mix-vsft-mini": KnownSet(8_500, 350, None),
+    "finevision": KnownSet(24_300_000, 400, "its page"),
+    "llava-onevision-1.5-instruct-data": KnownSet(22_000_000, 300, "its page, in millions"),
+    "llava-video-178k": KnownSet(
+        1_300_000, 150, "its paper: 178K captions, 960K open and 196K closed questions", "chat"
+    ),
+    "live-whisperx-526k": KnownSet(526_000, 600, "its name", "stream"),
 }
 
 
@@ -53,16 +63,19 @@ def sample_shape(recipe: Recipe, model: Any) -> SampleShape:
     """The mean sample of the recipe's data; ``model`` is unfused and may be on the device "meta"."""
     notes: list[str] = []
     sizes = [_size(source, recipe, notes) for source in recipe.data]
-    counts = [records for records, _, _ in sizes]
+    counts = [size.records for size in sizes]
     known = [count for count in counts if count is not None]
     total = sum(known) if sizes and len(known) == len(counts) else None
     weights = [source.weight or (count or 1) for source, count in zip(recipe.data, counts, strict=True)]
     image = _image_tokens(recipe, model, notes)
     text = images = 0.0
-    for weight, (_, tokens, video) in zip(weights, sizes, strict=True):
+    for weight, size in zip(weights, sizes, strict=True):
         share = weight / sum(weights)
-        text += share * tokens
-        images += share * (_clip_tokens(recipe, model, notes) if video and recipe.video is not None else image)
+        text += share * size.text_tokens
+        if size.clip is None or recipe.video is None:
+            images += share * size.pictures * image
+        else:
+            images += share * _clip_tokens(recipe, model, size.clip, notes)
     if not sizes:
         text, images = ASSUMED_TEXT, image
         notes.append(f"the recipe names no data: {ASSUMED_TEXT} text tokens and one image a sample are assumed")
@@ -75,35 +88,70 @@ def sample_shape(recipe: Recipe, model: Any) -> SampleShape:
     return SampleShape(total, text, ASSUMED_SUPERVISED * text, images, per_row, list(dict.fromkeys(notes)))
 
 
-def _size(source: DataSource, recipe: Recipe, notes: list[str]) -> tuple[int | None, float, bool]:
-    """(records, text tokens of one, is video)."""
+class _SetSize(NamedTuple):
+    """Of one data set: records (None: not known), text tokens and pictures of one, and what its clips are, if any."""
+
+    records: int | None
+    text_tokens: float
+    pictures: float = 1.0
+    clip: Layout | None = None
+
+
+def _size(source: DataSource, recipe: Recipe, notes: list[str]) -> _SetSize:
     known = KNOWN_SETS.get(Path(source.path).name.lower().removesuffix(".json"))
-    if source.path in ("scenes", "easy-vqa") or Path(source.path).exists():
-        here, tokens = _here(source, recipe, notes)
-        return here, tokens, bool(known and known.video)
+    if source.path in ("scenes", "clips", "easy-vqa") or Path(source.path).exists():
+        return _here(source, recipe, notes)
     if known is None:
         notes.append(f"{source.path} is not here and its size not known: {ASSUMED_TEXT} text tokens a sample assumed")
-        return source.limit, ASSUMED_TEXT, False
-    count = known.records if source.limit is None else min(source.limit, known.records or source.limit)
-    how_many = "an unknown number of" if count is None else f"{count:,}"
-    notes.append(f"{source.path} is not here: {how_many} records of {known.text_tokens} text tokens assumed")
-    return count, known.text_tokens, known.video
+        return _SetSize(source.limit, ASSUMED_TEXT)
+    count = known.records if source.limit is None else min(source.limit, known.records)
+    by = f"by {known.source}" if known.source else "an estimate"
+    notes.append(
+        f"{source.path} is not here: {count:,} records ({by}) of {known.text_tokens} text tokens (an estimate) assumed"
+    )
+    return _SetSize(count, known.text_tokens, clip=(source.layout or known.clip) if known.clip else None)
 
 
-def _here(source: DataSource, recipe: Recipe, notes: list[str]) -> tuple[int, float]:
+def _here(source: DataSource, recipe: Recipe, notes: list[str]) -> _SetSize:
     """Counted, and the words of some records measured with the embedded tokenizer or guessed by their length."""
+    from crossfuse.training.layouts import LaidOut
     from crossfuse.training.start import open_source
 
-    dataset = open_source(source.model_copy(update={"on_error": "raise"}))
+    dataset = LaidOut(open_source(source.model_copy(update={"on_error": "raise"})), source.layout)
     step = max(1, len(dataset) // _SAMPLED)
-    texts = ["\n".join(message.text for message in dataset[i].messages) for i in range(0, len(dataset), step)]
+    samples = [dataset[i] for i in range(0, len(dataset), step)]
+    texts, pictures = [_words(item) for item in samples], sum(map(_pictures, samples)) / len(samples)
+    clips: list[Layout] = [_clip(item) for item in samples if _clip(item) is not None]  # type: ignore[misc]
+    clip = clips[0] if len(clips) > len(samples) / 2 else None
     if recipe.model in ("embedded", "embedded:start"):
         from crossfuse.api import load_embedded
 
         tokenizer = load_embedded("start")[1].tokenizer
-        return len(dataset), sum(len(tokenizer(text).input_ids) + 3 for text in texts) / len(texts)
-    notes.append(f"text tokens of {source.path}: guessed from {len(texts)} records, 4 characters a token")
-    return len(dataset), sum(len(text) / 4 + 10 for text in texts) / len(texts)
+        tokens = sum(len(tokenizer(text).input_ids) + 3 for text in texts) / len(texts)
+    else:
+        notes.append(f"text tokens of {source.path}: guessed from {len(texts)} records, 4 characters a token")
+        tokens = sum(len(text) / 4 + 10 for text in texts) / len(texts)
+    return _SetSize(len(dataset), tokens, pictures, clip)
+
+
+def _words(item: Any) -> str:
+    if isinstance(item, StreamRecord):
+        said = [frame.words or "" for frame in item.frames]
+        return "\n".join([item.opening, *said, item.question or "", item.answer or ""])
+    record = item.record if isinstance(item, UnopenedStream) else item
+    return "\n".join(message.text for message in record.messages)
+
+
+def _pictures(item: Any) -> int:
+    if isinstance(item, StreamRecord):
+        return len(item.frames)
+    return len((item.record if isinstance(item, UnopenedStream) else item).images)
+
+
+def _clip(item: Any) -> Layout | None:
+    if isinstance(item, StreamRecord):
+        return None
+    return "stream" if isinstance(item, UnopenedStream) else "chat" if item.videos else None
 
 
 def _image_tokens(recipe: Recipe, model: Any, notes: list[str]) -> float:
@@ -123,13 +171,14 @@ def _image_tokens(recipe: Recipe, model: Any, notes: list[str]) -> float:
     return pixels / (patch * merge) ** 2
 
 
-def _clip_tokens(recipe: Recipe, model: Any, notes: list[str]) -> float:
+def _clip_tokens(recipe: Recipe, model: Any, layout: Layout, notes: list[str]) -> float:
+    """Image tokens of one clip. The frames of a stream are images each; of a chat's video one token may cover two."""
     assert recipe.video is not None
     from crossfuse.data.videos import VideoSampling
 
     video, vision = recipe.video, model.config.vision_config
     stride = vision.patch_size * getattr(vision, "spatial_merge_size", 1)
-    pair = getattr(vision, "temporal_patch_size", 1)
+    pair = 1 if layout == "stream" else getattr(vision, "temporal_patch_size", 1)
     sampling = VideoSampling(video.fps, video.max_seconds, video.max_pixels, video.max_image_tokens)
     frames, side = sampling.frame_count(ASSUMED_CLIP_SECONDS), round(video.max_pixels**0.5)
     width, height = sampling.frame_size(side, side, frames, stride, pair)

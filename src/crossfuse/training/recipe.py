@@ -19,6 +19,7 @@ from crossfuse.training.recipe_sections import (
     Lora,
     Packing,
     RecipeSection,
+    Stream,
     Trainable,
     Video,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "Lora",
     "Packing",
     "Recipe",
+    "Stream",
     "Trainable",
     "Video",
     "set_dotted",
@@ -38,7 +40,7 @@ __all__ = [
 ]
 
 Tag = Literal["paper", "ours"]
-SECTIONS = (Compose, DataSource, ImagePixels, LearningRates, Lora, Packing, Trainable, Video)
+SECTIONS = (Compose, DataSource, ImagePixels, LearningRates, Lora, Packing, Stream, Trainable, Video)
 # Fields of which one at most may be set.
 EXCLUSIVE = (
     ("steps", "epochs"),
@@ -99,6 +101,7 @@ class Recipe(RecipeSection):
     """A sample longer than `max_length`: stop, or leave it out and count it."""
     image_pixels: ImagePixels | None = None
     video: Video | None = None
+    stream: Stream = Stream()
     eval_every: int | None = Field(default=None, ge=1)
     """Steps between two validation losses; None: at the end of every epoch."""
     save_every: int | None = Field(default=None, ge=1)
@@ -137,7 +140,7 @@ class Recipe(RecipeSection):
             values[name] = [{"path": s} if isinstance(s, str) else s for s in given or ()]
         if isinstance(values.get("fusion"), str):
             values["fusion"] = {"name": values["fusion"]}
-        for name in ("trainable", "learning_rates", "lora", "tags"):
+        for name in ("trainable", "learning_rates", "lora", "stream", "tags"):
             if name in values and values[name] is None:
                 del values[name]
         return values

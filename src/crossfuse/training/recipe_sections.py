@@ -7,6 +7,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from crossfuse.data.clips import EVENT_KINDS, EventKind
+from crossfuse.data.scenes import MAX_OBJECTS
+from crossfuse.data.stream_collate import StreamLayout
+from crossfuse.data.streams import CLIP_FPS
 from crossfuse.fusion import nearest
 
 Part = Literal["frozen", "lora", "full"]
@@ -36,13 +40,28 @@ class RecipeSection(BaseModel):
                 raise ValueError(f"{what} has no field {key!r}{nearest(str(key), cls.model_fields)}; known: {known}")
 
 
+class RenderedClips(RecipeSection):
+    """Rendered clips: how long they are and what happens in them."""
+
+    title = "clips"
+
+    duration: float = Field(default=6.0, gt=0)
+    """Seconds."""
+    fps: float = Field(default=CLIP_FPS, gt=0)
+    events: int = Field(default=3, ge=1)
+    """Most events of a clip."""
+    kinds: tuple[EventKind, ...] = EVENT_KINDS
+    objects: int = Field(default=MAX_OBJECTS, ge=1)
+    """Most objects at a time."""
+
+
 class DataSource(RecipeSection):
     """One data set. With several, each sample comes from one of them with a chance proportional to `weight`."""
 
     title = "data"
 
     path: str
-    """A file, a folder, a hub id, "scenes" or "easy-vqa"."""
+    """A file, a folder, a hub id, "scenes", "clips" (rendered ones) or "easy-vqa"."""
     format: str | None = None
     """Name of the adapter; None: found out from the file."""
     split: str | None = None
@@ -56,7 +75,13 @@ class DataSource(RecipeSection):
     weight: float | None = Field(default=None, gt=0)
     """None: its number of records."""
     kinds: tuple[str, ...] | None = None
-    """Rendered scenes only: the kinds of question; None: all."""
+    """Rendered scenes and clips only: the kinds of question; None: all."""
+    layout: Literal["chat", "stream"] | None = None
+    """Chat: the model's chat template, a video in the place of its slot (questions about videos). Stream: each frame
+    followed by the words that are spoken until the next, as a `StreamSession` takes and says them. None: a record
+    whose words have times (LiveCC, Live-WhisperX) is a stream, every other one a chat."""
+    clips: RenderedClips | None = None
+    """Rendered clips only; with the layout "stream" their events are announced."""
     allow_urls: bool = False
     on_error: Literal["raise", "skip"] = "raise"
     """A record with a missing or broken image: stop, or leave it out and count it."""
@@ -136,6 +161,24 @@ class ImagePixels(RecipeSection):
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"image_pixels.min={self.min} exceeds image_pixels.max={self.max}; swap them")
         return self
+
+
+class Stream(RecipeSection):
+    """The tokens between frames and words of a stream: the fields of `crossfuse.data.stream_collate.StreamLayout`."""
+
+    title = "stream"
+
+    silence: str = "..."
+    """One token of the model: nothing is said."""
+    keep_silence: bool = False
+    delimiter: str = "\n"
+    """Text after every frame."""
+    end: str | None = None
+    """One token, after the words of a frame; None: the end-of-sequence token."""
+
+    def build(self) -> StreamLayout:
+        """The layout for collator and session; they check that silence and end are one token of the model each."""
+        return StreamLayout(**self.model_dump())
 
 
 class Video(RecipeSection):

@@ -13,7 +13,9 @@ from crossfuse.data.lazy import LazyRecords
 from crossfuse.data.records import Record
 from crossfuse.data.videos import VideoSampling
 from crossfuse.training.batches import Joined
+from crossfuse.training.layouts import LaidOut, LayoutCollator
 from crossfuse.training.recipe import DataSource, Recipe
+from crossfuse.training.recipe_sections import RenderedClips
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -131,16 +133,21 @@ def open_sources(sources: Sequence[DataSource]) -> Joined | None:
     """The data sets of a recipe, joined; None without any."""
     if not sources:
         return None
-    return Joined([open_source(source) for source in sources], [source.weight for source in sources])
+    opened = [LaidOut(open_source(source), source.layout) for source in sources]
+    return Joined(opened, [source.weight for source in sources])
 
 
 def open_source(source: DataSource) -> Any:
-    """One data set of records."""
+    """One data set: of records, or of streams where rendered clips are laid out as such."""
     from crossfuse.data.formats import load_records
 
+    if source.path == "clips":
+        return _clips(source)
+    if source.clips is not None:
+        raise ValueError(f"data.clips is for rendered clips (path: clips); {source.path} has none, set it to null")
     if source.kinds is not None:
         if source.path != "scenes":
-            raise ValueError(f"data.kinds is for rendered scenes; {source.path} has none, set it to null")
+            raise ValueError(f"data.kinds is for rendered scenes and clips; {source.path} has none, set it to null")
         return _scenes(source)
     return load_records(
         source.path,
@@ -174,6 +181,38 @@ def _scenes(source: DataSource) -> LazyRecords:
     return LazyRecords(size, make)
 
 
+def _clips(source: DataSource) -> Any:
+    """Rendered clips: streams in which events are announced, or questions about the frames."""
+    from crossfuse.data.clip_questions import CLIP_QUESTION_KINDS, CLIP_QUESTIONS_DEFAULT, ClipQuestions
+    from crossfuse.data.streams import ClipStreams
+
+    clips = source.clips or RenderedClips()
+    split: Any = source.split or "train"
+    size = source.limit or CLIP_QUESTIONS_DEFAULT
+    if source.layout == "stream":
+        if source.kinds is not None:
+            raise ValueError("data.kinds are kinds of question; clips with the layout stream have none (clips.kinds)")
+        return ClipStreams(
+            split,
+            size,
+            duration=clips.duration,
+            fps=clips.fps,
+            events=clips.events,
+            kinds=clips.kinds,
+            objects=clips.objects,
+        )
+    return ClipQuestions(
+        split,
+        size,
+        CLIP_QUESTION_KINDS if source.kinds is None else source.kinds,
+        duration=clips.duration,
+        fps=clips.fps,
+        most_events=clips.events,
+        events=clips.kinds,
+        objects=clips.objects,
+    )
+
+
 def _sampling(video: Any) -> VideoSampling:
     return VideoSampling(
         fps=video.fps,
@@ -184,7 +223,10 @@ def _sampling(video: Any) -> VideoSampling:
 
 
 def collator_for(recipe: Recipe, processor: Any) -> Any:
-    """Records to batches as the recipe says; with `alignment_weight` the batches carry alignment labels."""
+    """Records to batches as the recipe says, each in the layout of its source (`crossfuse.training.layouts`).
+
+    With `alignment_weight` the batches of chats carry alignment labels.
+    """
     sources = (*recipe.data, *recipe.validation)
     collator = Collator(
         processor,
@@ -196,9 +238,9 @@ def collator_for(recipe: Recipe, processor: Any) -> Any:
         video=VideoSampling() if recipe.video is None else _sampling(recipe.video),
     )
     if not recipe.alignment_weight:
-        return collator
+        return LayoutCollator(collator, recipe.stream.build())
     from crossfuse.fusions.anchors.alignment import AlignedCollator
     from crossfuse.fusions.anchors.patch_labels import ClipLabeller
 
     labeller = None if recipe.label_model is None else ClipLabeller.load(recipe.label_model, recipe.label_words)
-    return AlignedCollator(collator, labeller=labeller)
+    return LayoutCollator(AlignedCollator(collator, labeller=labeller), None)
