@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from crossfuse.data.records import Record
 from crossfuse.evaluation.benchmarks import BENCHMARKS, benchmark
+from crossfuse.evaluation.benchmarks.amber_generative import listed_words
 from crossfuse.evaluation.benchmarks.base import BenchmarkSample
 from crossfuse.evaluation.benchmarks.documents import edit_distance
 from crossfuse.evaluation.benchmarks.files import question
@@ -86,11 +87,54 @@ def test_video_spans_and_folders(tmp_path):
 
 def test_splits_choose_samples():
     assert len(benchmark("pope").load(GOLDEN / "pope", "popular")) == 4
-    assert len(benchmark("amber").load(GOLDEN / "amber", "all")) == 9
+    assert len(benchmark("amber").load(GOLDEN / "amber")) == 8
+    assert len(benchmark("amber-generative").load(GOLDEN / "amber-generative")) == 7
     assert len(benchmark("amber").load(GOLDEN / "amber", "attribute")) == 4
     assert len(benchmark("hallusionbench").load(GOLDEN / "hallusionbench", "image")) == 6
     assert len(benchmark("scienceqa").load(GOLDEN / "scienceqa", "test-image")) == 3
     assert len(benchmark("mmbench").load(GOLDEN / "mmbench", "dev-vanilla")) == 3
+
+
+def test_live_sports_never_shows_the_human_words_to_the_model(tmp_path):
+    """`event_asr` is earlier speech in the first release, and since then the very commentary that is judged against."""
+    row = {"video": "v.mp4", "video_id": "v", "begin": 1.0, "end": 9.0, "event_title": "Race"}
+    first, now = tmp_path / "first", tmp_path / "now"
+    for folder in (first, now):
+        folder.mkdir()
+    (first / "LiveSports-3K-CC-test.csv").write_text(
+        "video,video_id,event_id,begin,end,event_title,event_asr\nv.mp4,v,1,1,9,Race,It starts.\nv.mp4,v,2,1,9,Race,\n"
+    )
+    words = {"event_asr": [[1.0, 2.0, "He wins!"]], "event_asr_text": "He wins!"}
+    before = {"preasr": [[0.0, 1.0, "It starts."]], "preasr_text": "It starts."}
+    rows = [row | {"event_id": 1} | words | before, row | {"event_id": 2} | words | {"preasr": "[]", "preasr_text": ""}]
+    (now / "LiveSports-3K-CC.json").write_text(json.dumps(rows))
+    for folder in (first, now):
+        samples = benchmark("livesports3k").load(folder)
+        told, untold = (s.record.messages[0].text for s in samples)
+        assert "previous commentary of the video:\n\nIt starts.\n" in told
+        assert "previous commentary" not in untold
+        assert "He wins" not in told + untold
+        assert [s.reference["human"] for s in samples] == ([None, None] if folder == first else ["He wins!"] * 2)
+
+
+def test_amber_descriptions_without_its_lists_say_what_is_missing(tmp_path):
+    for name in ("annotations.json", "query/query_all.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((GOLDEN / "amber-generative" / name).read_text())
+    samples = benchmark("amber-generative").load(tmp_path)
+    metrics = benchmark("amber-generative").score({s.record.id: "A tree." for s in samples}, samples)
+    assert {key for key, metric in metrics.items() if metric.value is None} == set(metrics)
+    assert "relation.json and safe_words.txt" in metrics["chair@exact-words"].reason
+    assert "part-of-speech tagger" in metrics["chair"].reason
+
+
+def test_amber_words_are_found_in_the_plural_and_whole():
+    words = ["child", "knife", "glass", "bus", "woman", "cherry", "dish", "e-book", "tv", "sheep", "leave"]
+    text = "Children's knives, glasses and buses; WOMEN with cherries, dishes, an e-book, a TV, sheep. Leaves! Glassy."
+    expected = ["child", "knife", "glass", "bus", "woman", "cherry", "dish", "e-book", "tv", "sheep", "leave"]
+    assert list(listed_words(text, words)) == expected
+    cans = "People can be seen; they watch a can beside two cans, and the light is hot."
+    assert list(listed_words(cans, ["can", "watch", "hot"])) == ["can", "can"]
 
 
 def test_refusals_name_what_is_wrong(tmp_path):

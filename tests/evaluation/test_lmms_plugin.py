@@ -84,6 +84,32 @@ def test_likelihoods_rank_the_greedy_answer_first(embedded):
 
 
 @needs_lmms_eval
+def test_c5_pictures_of_a_few_batches_are_open_at_once(embedded, monkeypatch):
+    from crossfuse.evaluation import generation
+    from crossfuse.evaluation.lmms_plugin import Crossfuse
+
+    opened = []
+    asked = []
+
+    def visual(doc):
+        opened.append(doc)
+        return [Image.new("RGB", (8, 8))]
+
+    def answer(model, processor, records, **settings):
+        asked.append(len(opened))
+        return [record.id for record in records]
+
+    monkeypatch.setattr(generation, "answer", answer)
+    engine = Crossfuse(model=embedded[0], processor=embedded[1], batch_size=2)
+    engine.task_dict = {"toy": {"test": list(range(100))}}
+    requests = [SimpleNamespace(args=("?", {"max_new_tokens": 4}, visual, i, "toy", "test")) for i in range(100)]
+    requests.append(requests[7])  # asked twice: an id of its own
+    texts = engine.generate_until(requests)
+    assert texts == [*(f"toy/{i}" for i in range(100)), "toy/7/1"]
+    assert asked == [32, 64, 96, 101]
+
+
+@needs_lmms_eval
 def test_manifest_and_arguments(embedded):
     from lmms_eval.models.registry_v2 import ModelRegistryV2
 

@@ -16,13 +16,14 @@ from crossfuse.evaluation.bootstrap import (
     scored_differences,
 )
 from crossfuse.evaluation.generated_tasks import GENERATED_TASKS
+from crossfuse.evaluation.model_runs import find_runs, with_baseline
 from crossfuse.evaluation.predictions import PredictionFile, RunSettings
 from crossfuse.evaluation.published import matching_rows, published_rows, published_thresholds
-from crossfuse.evaluation.run_comparison import compare_runs, find_runs, verdict, with_baseline
+from crossfuse.evaluation.run_comparison import compare_runs, verdict
 from crossfuse.evaluation.runs import describe_run, score_task, write_scores
 from crossfuse.evaluation.samples import write_samples
 from crossfuse.reports.run_report import write_report
-from crossfuse.reports.run_tables import thresholds_table
+from crossfuse.reports.run_thresholds import thresholds_table
 
 SCENES = GENERATED_TASKS["scenes"]
 KINDS = ("existence", "count", "relation")
@@ -236,8 +237,32 @@ def test_threshold_table_orders_thresholds_and_starts_with_the_baseline(tmp_path
         fusion = {"name": "insertion"} if threshold is None else {"name": "text-anchors", "threshold": threshold}
         write_run(tmp_path / "t" / name, name, samples, right(samples, range(count)), fusion)
     table = thresholds_table(compare_runs(find_runs([tmp_path / "t"]), resamples=200))
-    assert list(table.columns) == ["task", "metric", "source", "1", "0.16", "0.08"]
-    assert list(table.rows[0][3:]) == [pytest.approx(1 / 3), 0.5, pytest.approx(2 / 3)]
+    assert list(table.columns) == ["task", "metric", "source", "1", "0.16", "0.08", "best"]
+    assert list(table.rows[0][3:]) == [pytest.approx(1 / 3), 0.5, pytest.approx(2 / 3), "0.08"]
+
+
+def test_less_hallucination_is_a_win(tmp_path):
+    from crossfuse.evaluation.benchmarks import benchmark
+
+    lists = {"words": ["dog", "cat"], "safe": [], "there": {"dog": 0}, "imagined": {}, "truth": ["dog"], "hallu": []}
+    samples = [BenchmarkSample(Record.of_question(f"q{i}", f"describe {i}"), lists) for i in range(12)]
+    for name, said in (("first", "a dog and a cat"), ("second", "a dog")):
+        folder = tmp_path / name
+        write_samples(folder / "amber-generative.samples.jsonl", samples)
+        settings = RunSettings(name, {"name": "none"}, {}, "float32", "sdpa", 1)
+        with PredictionFile(folder / "amber-generative.predictions.jsonl", settings) as file:
+            file.append((s.record.id, f"describe {i}", said) for i, s in enumerate(samples))
+        (folder / "run.json").write_text(json.dumps({"name": name, "fusion": {"name": "none"}}))
+        write_scores(folder, {"amber-generative": score_task(folder, "amber-generative")})
+    comparison = compare_runs(find_runs([tmp_path]), resamples=100)
+    key = benchmark("amber-generative").metric
+    assert comparison.tasks[0].differences["second"][key].value == -50
+    assert verdict(comparison.tasks[0].differences["second"][key], key) == "better"
+    assert comparison.wins("second") == (1, 1)
+    lines = write_report(
+        [tmp_path], tmp_path / "cmp", baseline=None, published="none", resamples=100, command="crossfuse compare"
+    )
+    assert any("better than first: second (-50" in line for line in lines)
 
 
 def test_published_numbers_are_those_of_the_papers():

@@ -27,6 +27,12 @@ def score(
     partial: Annotated[
         bool, typer.Option("--partial", help="Score the answered samples where some are missing.")
     ] = False,
+    bertscore_model: Annotated[
+        str | None, typer.Option(help="Encoder for BERTScore of captions: a directory or a hub id.")
+    ] = None,
+    bertscore_layers: Annotated[
+        int | None, typer.Option(min=1, help="Its layer, where bert-score has no default for the encoder.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File for the scores: .json, .csv, .md or .tex.")] = None,
 ) -> None:
     """Score PREDICTIONS again: every metric with its rule, scale, number of samples and unread answers."""
@@ -37,9 +43,11 @@ def score(
     missing = next((path for path in files if not path.is_file()), None)
     if missing is not None:
         raise ValueError(f"no such file or folder: {missing}; give what crossfuse evaluate wrote")
-    tables = [score_table(folders, None if task is None else [task], partial=partial)] if folders else []
+    encoder = _encoder(bertscore_model, bertscore_layers, folders, files, task)
+    names = None if task is None else [task]
+    tables = [score_table(folders, names, partial=partial, bertscore=encoder)] if folders else []
     if files:
-        tables.append(_file_table(files, task, local, split, partial))
+        tables.append(_file_table(files, task, local, split, partial, encoder))
     table = tables[0] if len(tables) == 1 else tables[0].joined(tables[1])
     typer.echo(table.to_markdown().rstrip())
     if out is not None:
@@ -47,14 +55,36 @@ def score(
         typer.echo(f"written: {out}")
 
 
-def score_table(folders: Mapping[str, Path], names: Sequence[str] | None = None, *, partial: bool = False) -> Table:
-    """Scores of run folders; tasks `names`, or all that are in the folders."""
-    from crossfuse.evaluation.runs import run_tasks, score_task
+def _encoder(
+    model: str | None, layers: int | None, folders: Mapping[str, Path], files: Sequence[Path], task: str | None
+) -> dict[str, Any] | None:
+    """The encoder of the options; None where there is none, so that each run's own is used."""
+    if model is None and layers is None:
+        return None
+    from crossfuse.evaluation.runs import run_tasks
+    from crossfuse.evaluation.tasks import bertscore_encoder
+    from crossfuse.evaluation.tasks import task as task_of
+
+    names = [task] if task is not None else [n for folder in folders.values() for n in run_tasks(folder)]
+    names += [_task_of_file(path, task)[0] for path in files]
+    return bertscore_encoder(model, layers, [task_of(name) for name in names])
+
+
+def score_table(
+    folders: Mapping[str, Path],
+    names: Sequence[str] | None = None,
+    *,
+    partial: bool = False,
+    bertscore: Mapping[str, Any] | None = None,
+) -> Table:
+    """Scores of run folders; tasks `names`, or all that are in the folders; `bertscore` in place of a run's encoder."""
+    from crossfuse.evaluation.runs import read_run, run_tasks, score_task
 
     rows = []
     for label, folder in folders.items():
         for name in names or run_tasks(folder):
-            scores = score_task(folder, name, partial=partial)
+            encoder = bertscore if bertscore is not None else read_run(folder).get("bertscore")
+            scores = score_task(folder, name, partial=partial, bertscore=encoder)
             rows += metric_rows(label, name, scores.metrics)
             if scores.shuffled is not None:
                 rows += metric_rows(label, f"{name}, images shuffled", scores.shuffled)
@@ -76,12 +106,20 @@ def _table(rows: list[list[Any]]) -> Table:
     return Table("scores", columns, rows)
 
 
-def _file_table(files: list[Path], task: str | None, local: Path | None, split: str | None, partial: bool) -> Table:
+def _file_table(
+    files: list[Path],
+    task: str | None,
+    local: Path | None,
+    split: str | None,
+    partial: bool,
+    bertscore: Mapping[str, Any] | None,
+) -> Table:
     """Files of one task count as one run (such as the parts of several processes), those of different tasks do not."""
     from crossfuse.evaluation.predictions import prompt_hash, read_predictions
     from crossfuse.evaluation.runs import load_samples, score_answers
     from crossfuse.evaluation.samples import StoredSamples
     from crossfuse.evaluation.tasks import task as task_of
+    from crossfuse.evaluation.tasks import with_bertscore
 
     groups: dict[tuple[Path, str, bool], list[Path]] = {}
     for path in files:
@@ -90,7 +128,7 @@ def _file_table(files: list[Path], task: str | None, local: Path | None, split: 
     rows = []
     for (folder, name, shuffled), paths in groups.items():
         predictions, settings = read_predictions(paths)
-        chosen = task_of(name)
+        chosen = with_bertscore(task_of(name), bertscore)
         beside = folder / f"{name}.samples.jsonl"
         if local is None and beside.is_file():
             stored = StoredSamples(beside)

@@ -28,7 +28,9 @@ def bertscore(
         try:
             scorer = BERTScorer(model_type=model, num_layers=layers, rescale_with_baseline=False)
         except KeyError as error:
-            raise ValueError(f"bert-score has no default layer for {model!r}: pass bertscore_layers") from error
+            raise ValueError(
+                f"bert-score has no default layer for {model!r}: give --bertscore-layers (`bertscore_layers` in Python)"
+            ) from error
         limit = _read_at_most(scorer)
         # bert-score truncates by the tokenizer's limit, which some tokenizers state as 10^30.
         scorer._tokenizer.model_max_length = limit

@@ -147,13 +147,21 @@ def _quick_caption_metrics(answers: Mapping[str, str], samples: Samples) -> dict
 
 
 def _caption_metrics(
-    answers: Mapping[str, str], samples: Samples, names: Sequence[str] = TEXT_METRICS
+    answers: Mapping[str, str],
+    samples: Samples,
+    names: Sequence[str] = TEXT_METRICS,
+    *,
+    bertscore_model: str | None = None,
+    bertscore_layers: int | None = None,
 ) -> dict[str, Metric]:
     ids = [s.record.id for s in samples]
     exact = [answers[s.record.id].strip().lower() == str(s.reference["answer"]) for s in samples]
     metrics = {"exact": _share(exact, "captions that are the reference word for word")}
     references = [[str(s.reference["answer"])] for s in samples]
-    return metrics | text_metrics([answers[i] for i in ids], references, metrics=names)
+    said = [answers[i] for i in ids]
+    return metrics | text_metrics(
+        said, references, metrics=names, bertscore_model=bertscore_model, bertscore_layers=bertscore_layers
+    )
 
 
 _RULE = "equal to the one right answer after lower-casing and stripping; yes/no by the first yes or no as a whole word"
@@ -181,6 +189,7 @@ GENERATED_TASKS: dict[str, Benchmark] = {
         scorer=_caption_metrics,
         splits=("test", "validation"),
         max_new_tokens=64,
+        captions=True,
         default_limit=200,
         quick=Benchmark("scene-captions", _RULE, "", "", "rouge_l", _captions, _quick_caption_metrics),
     ),

@@ -58,16 +58,29 @@ def predict(
 
     Decoding and batch size are those of the file's settings. Every finished batch is on disk before the next starts.
     """
+    with file:
+        return ask_missing(model, processor, records, file, progress=progress)
+
+
+def ask_missing(
+    model: Any,
+    processor: Any,
+    records: Sequence[Record],
+    file: PredictionFile,
+    *,
+    decoding: dict[str, Any] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[str]:
+    """As `predict`, with a file that is open for appending; `decoding` in place of that of its settings."""
     missing = [record for record in records if file.answered(record.id, prompt_text(record)) is None]
     if progress is not None:
         progress(len(records) - len(missing))
-    with file:
-        for batch in _batches(list(enumerate(missing)), file.settings.batch_size, processor):
-            asked = [record for _, record in batch]
-            answers = _answer_batch(model, processor, asked, file.settings.decoding)
-            file.append((r.id, prompt_text(r), a) for r, a in zip(asked, answers, strict=True))
-            if progress is not None:
-                progress(len(batch))
+    for batch in _batches(list(enumerate(missing)), file.settings.batch_size, processor):
+        asked = [record for _, record in batch]
+        answers = _answer_batch(model, processor, asked, decoding or file.settings.decoding)
+        file.append((r.id, prompt_text(r), a) for r, a in zip(asked, answers, strict=True))
+        if progress is not None:
+            progress(len(batch))
     return [str(file.answered(record.id, prompt_text(record))) for record in records]
 
 

@@ -6,6 +6,7 @@ Only lmms-eval imports this module (entry-point group ``lmms_eval.models``); `lm
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -59,17 +60,25 @@ class Crossfuse(lmms):
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Answers in the order of the requests, cut at their `until` strings."""
-        from crossfuse.evaluation.generation import answer
-
         answers: dict[int, str] = {}
+        ids = request_ids(requests)
         order = sorted(range(len(requests)), key=lambda i: repr(sorted(requests[i].args[1].items(), key=str)))
         for _, same in itertools.groupby(order, key=lambda i: requests[i].args[1]):
             group = list(same)
             settings = requests[group[0]].args[1]
-            records = [self._record(number, requests[number].args) for number in group]
-            texts = answer(self.model, self.processor, records, batch_size=self.batch_size, **_decoding(settings))
+            asked = Records(self, [(ids[number], requests[number].args) for number in group])
+            texts = self._answers(asked, decoding_of(settings))
             answers |= {number: _cut(text, settings) for number, text in zip(group, texts, strict=True)}
         return [answers[number] for number in range(len(requests))]
+
+    def _answers(self, asked: Records, decoding: dict[str, Any]) -> list[str]:
+        from crossfuse.evaluation.generation import answer
+
+        return [
+            text
+            for records in asked.chunks(self.batch_size)
+            for text in answer(self.model, self.processor, records, batch_size=self.batch_size, **decoding)
+        ]
 
     @torch.inference_mode()
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
@@ -82,7 +91,7 @@ class Crossfuse(lmms):
             target = request.args[1]
             doc = self.task_dict[request.args[4]][request.args[5]][request.args[3]]
             continuation = target if isinstance(target, str) else target(doc)
-            batch = collate([self._record(number, request.args, continuation)])
+            batch = collate([self._record(str(number), request.args, continuation)])
             batch = {name: value.to(self.model.device) for name, value in batch.items()}
             labels = batch.pop("labels")[:, 1:]
             logits = self.model(**batch, use_cache=False).logits[:, :-1].float()
@@ -95,7 +104,7 @@ class Crossfuse(lmms):
         """Not offered: none of the supported benchmarks has several rounds."""
         raise NotImplementedError("crossfuse answers single-round tasks only; choose another task")
 
-    def _record(self, number: int, args: Sequence[Any], answer: str | None = None) -> Record:
+    def _record(self, id: str, args: Sequence[Any], answer: str | None = None) -> Record:
         context, _, visual, doc_id, task, split = args[:6]
         found = _flat(visual(self.task_dict[task][split][doc_id]) or [])
         images = [item for item in found if isinstance(item, Image.Image | bytes)]
@@ -107,8 +116,34 @@ class Crossfuse(lmms):
         messages: list[dict[str, Any]] = [{"role": "user", "content": parts}]
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
-        fields = {"id": f"{task}/{doc_id}/{number}", "images": images, "videos": videos, "messages": messages}
+        fields = {"id": id, "images": images, "videos": videos, "messages": messages}
         return Record.model_validate(fields)
+
+
+class Records:
+    """Records of requests, made chunk by chunk: the pictures of a whole task would fill the memory."""
+
+    def __init__(self, engine: Crossfuse, requests: Sequence[tuple[str, Sequence[Any]]]) -> None:
+        self._engine = engine
+        self._requests = requests
+
+    def chunks(self, batch_size: int) -> Iterator[list[Record]]:
+        """In their order, a few batches at once (batches hold samples of like length)."""
+        size = 16 * batch_size
+        for start in range(0, len(self._requests), size):
+            yield [self._engine._record(id, args) for id, args in self._requests[start : start + size]]
+
+
+def request_ids(requests: Sequence[Any]) -> list[str]:
+    """ "TASK/NUMBER" of each request, with "/1", "/2" for those that are asked several times."""
+    turns: Counter[str] = Counter()
+    ids = []
+    for request in requests:
+        _, _, _, doc_id, task = request.args[:5]
+        name = f"{task}/{doc_id}"
+        ids.append(f"{name}/{turns[name]}" if turns[name] else name)
+        turns[name] += 1
+    return ids
 
 
 def _load(name: str, dtype: str | None) -> tuple[Any, Any]:
@@ -121,7 +156,7 @@ def _load(name: str, dtype: str | None) -> tuple[Any, Any]:
     return xf.from_pretrained(name, **({} if dtype is None else {"dtype": dtype})), AutoProcessor.from_pretrained(name)
 
 
-def _decoding(settings: dict[str, Any]) -> dict[str, Any]:
+def decoding_of(settings: dict[str, Any]) -> dict[str, Any]:
     """lmms-eval's generation settings in transformers' terms: temperature 0 means greedy."""
     temperature = float(settings.get("temperature") or 0)
     decoding: dict[str, Any] = {

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from crossfuse.evaluation import lmms_comparison
 from crossfuse.evaluation.benchmarks.base import Benchmark, Metric
 from crossfuse.evaluation.bootstrap import (
     MetricDifference,
@@ -18,29 +17,18 @@ from crossfuse.evaluation.bootstrap import (
     sample_values,
     scored_differences,
 )
-from crossfuse.evaluation.contenders import contenders
 from crossfuse.evaluation.generated_tasks import GeneratedTask
-from crossfuse.evaluation.runs import RUN, SCORES, read_run, read_scores, run_answers, score_answers
+from crossfuse.evaluation.lmms_runs import read_scored
+from crossfuse.evaluation.lmms_tasks import is_lmms_task
+from crossfuse.evaluation.model_runs import ModelRuns
+from crossfuse.evaluation.runs import read_run, read_scores, run_answers, score_answers
 from crossfuse.evaluation.samples import StoredSamples
-from crossfuse.evaluation.tasks import task
+from crossfuse.evaluation.tasks import task, with_bertscore
 
 LOWER_IS_BETTER = ("unparsed", "chair", "hal", "cog")
-NEITHER_IS_BETTER = ("yes_ratio",)
+NEITHER_IS_BETTER = ("yes_ratio", "pope_yes_ratio")
 SLOW_SECONDS = 0.5
 """A task whose scoring takes longer than this once (judges, Java) is not scored a thousand times."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelRuns:
-    """One row of a comparison: one run, or one a seed."""
-
-    name: str
-    folders: Sequence[Path]
-
-    @property
-    def descriptions(self) -> list[dict[str, Any]]:
-        """run.json of each folder."""
-        return [read_run(folder) for folder in self.folders]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,55 +99,9 @@ class RunComparison:
 
     def wins(self, model: str) -> tuple[int, int]:
         """(main metrics on which the model is distinguishably better, main metrics with an interval)."""
-        found = [t.differences.get(model, {}).get(t.task.metric) for t in self.tasks]
-        judged = [d for d in found if d is not None and d.low is not None]
-        return sum(d.verdict() == "better" for d in judged), len(judged)
-
-
-def find_runs(paths: Sequence[Path]) -> list[ModelRuns]:
-    """Runs of the given folders: runs themselves, folders of runs, and comparisons of fusions (one run a seed).
-
-    Runs of one name with different seeds are one model. `ValueError` where a folder holds none, or two runs share a
-    name.
-    """
-    grouped: dict[str, list[tuple[Any, Path]]] = {}
-    for path in paths:
-        if not path.is_dir():
-            raise ValueError(f"no such folder: {path}; give folders that crossfuse evaluate wrote")
-        own = [path] if (path / RUN).is_file() else sorted(p.parent for p in path.glob(f"*/{RUN}"))
-        own = own or sorted(p.parent for p in path.glob(f"*/seed-*/{RUN}"))
-        finished = [folder for folder in own if (folder / SCORES).is_file()]
-        if not finished:
-            raise ValueError(f"{path} holds no finished run ({RUN} and {SCORES}); run crossfuse evaluate first")
-        for folder in finished:
-            description = read_run(folder)
-            grouped.setdefault(str(description["name"]), []).append((description.get("seed"), folder))
-    for name, runs in grouped.items():
-        seeds = [seed for seed, _ in runs]
-        if len(runs) > 1 and (None in seeds or len(set(seeds)) < len(seeds)):
-            places = ", ".join(str(folder) for _, folder in runs)
-            raise ValueError(f"{len(runs)} runs are called {name!r} ({places}); evaluate them as NAME=MODEL")
-    # The usual order of fusions, and behind them the others as they were given.
-    known = list(contenders())
-    order = sorted(grouped, key=lambda name: known.index(name) if name in known else len(known))
-    return [ModelRuns(name, [folder for _, folder in sorted(grouped[name], key=_seed)]) for name in order]
-
-
-def _seed(item: tuple[Any, Path]) -> int:
-    return -1 if item[0] is None else int(item[0])
-
-
-def with_baseline(models: Sequence[ModelRuns], name: str | None) -> list[ModelRuns]:
-    """The models with the baseline first: the one of that name, else the first. `ValueError` with the nearest name."""
-    from crossfuse.fusion import nearest
-
-    if name is None:
-        plain = next((m for m in models if m.name == "insertion"), models[0])
-        return [plain, *(m for m in models if m is not plain)]
-    known = {m.name: m for m in models}
-    if name not in known:
-        raise ValueError(f"no run is called {name!r}{nearest(name, known)}; runs: {', '.join(known)}")
-    return [known[name], *(m for m in models if m.name != name)]
+        found = [(t.differences.get(model, {}).get(t.task.metric), t.task.metric) for t in self.tasks]
+        judged = [verdict(d, key) for d, key in found if d is not None and d.low is not None]
+        return judged.count("better"), len(judged)
 
 
 def compare_runs(models: Sequence[ModelRuns], *, resamples: int = 1000) -> RunComparison:
@@ -173,28 +115,40 @@ def compare_runs(models: Sequence[ModelRuns], *, resamples: int = 1000) -> RunCo
 
 
 def _compare_task(chosen: Benchmark, models: Sequence[ModelRuns], resamples: int) -> TaskComparison:
-    name = chosen.name
-    with_task = [m for m in models if all(name in read_scores(folder) for folder in m.folders)]
+    name, of_lmms_eval = chosen.name, is_lmms_task(chosen.name)
+    with_task = [m for m in models if all("metrics" in read_scores(f).get(name, {}) for f in m.folders)]
     stored = [StoredSamples(folder / f"{name}.samples.jsonl") for m in with_task for folder in m.folders]
     given = {
         m.name: [run_answers(folder, name, StoredSamples(folder / f"{name}.samples.jsonl")) for folder in m.folders]
         for m in with_task
     }
     # Only what every run was asked is compared: a run over 100 samples beside one over 1,000 is no fair row.
-    shared = set.intersection(*(set(answers) for runs in given.values() for answers in runs))
+    answered = [set(answers) for runs in given.values() for answers in runs]
+    shared = set.intersection(*(answered if any(answered) else ({s.record.id for s in each} for each in stored)))
     samples = stored[0].only(shared)
     everything = max(len(s) for s in stored)
     left_out = (
         f"{len(samples)} samples that all runs have; some have {everything}" if len(samples) < everything else None
     )
-    whole, shuffled = {}, {}
-    for model in with_task:
-        whole[model.name] = [
-            _metrics(folder, chosen, answers, samples, recompute=left_out is not None)
-            for folder, answers in zip(model.folders, given[model.name], strict=True)
-        ]
-        shuffled[model.name] = [_shuffled(folder, name) for folder in model.folders]
-    differences = _differences(chosen, samples, given, whole, resamples)
+    whole, shuffled = {}, {m.name: [_shuffled(folder, name) for folder in m.folders] for m in with_task}
+    if of_lmms_eval:
+        scored = {m.name: [read_scored(folder, name) for folder in m.folders] for m in with_task}
+        whole = {
+            m: [lmms_comparison.restricted(run, samples, left_out is None) for run in runs]
+            for m, runs in scored.items()
+        }
+        differences = lmms_comparison.differences(scored, whole, samples, resamples=resamples)
+        # What the task file names first is what its table shows.
+        chosen = dataclasses.replace(chosen, metric=next(iter(whole[with_task[0].name][0])))
+    else:
+        for model in with_task:
+            whole[model.name] = [
+                _metrics(folder, chosen, answers, samples, recompute=left_out is not None)
+                for folder, answers in zip(model.folders, given[model.name], strict=True)
+            ]
+        differences = _differences(chosen, samples, given, whole, resamples)
+    if with_task[0] is not models[0]:
+        differences = {}  # the baseline was not asked this task
     return TaskComparison(chosen, samples, given, whole, shuffled, differences, left_out)
 
 
@@ -203,7 +157,7 @@ def _metrics(
 ) -> dict[str, Metric]:
     """From scores.json, unless other samples are compared than were scored."""
     if recompute:
-        return score_answers(chosen, answers, samples)
+        return score_answers(with_bertscore(chosen, read_run(folder).get("bertscore")), answers, samples)
     return {k: Metric(**m) for k, m in read_scores(folder)[chosen.name]["metrics"].items()}
 
 
@@ -269,15 +223,16 @@ def _plain_differences(
 
 def verdict(difference: MetricDifference, key: str) -> str:
     """ "better", "worse", "not distinguishable", "differs" where neither direction is better, or "no interval"."""
-    name = key.rpartition("/")[0] or key
-    if name.partition("@")[0] in NEITHER_IS_BETTER:
+    if base_name(key) in NEITHER_IS_BETTER:
         return "differs" if difference.verdict() in ("better", "worse") else difference.verdict()
-    return difference.verdict(lower_is_better=name.partition("@")[0] in LOWER_IS_BETTER)
+    return difference.verdict(lower_is_better=lower_is_better(key))
 
 
-def training_logs(model: ModelRuns) -> list[dict[str, Any]]:
-    """Lines of the first seed's training log, where the run was trained here."""
-    path = model.folders[0] / "training" / "log.jsonl"
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+def lower_is_better(key: str) -> bool:
+    """Whether less of the metric is better, as of hallucinations."""
+    return base_name(key) in LOWER_IS_BETTER
+
+
+def base_name(key: str) -> str:
+    """A metric without its group and its rule: "chair" of "chair@exact-words", "accuracy" of "accuracy/count"."""
+    return (key.rpartition("/")[0] or key).partition("@")[0]

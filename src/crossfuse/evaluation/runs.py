@@ -7,6 +7,7 @@
         TASK.predictions.jsonl                one answer a line, appended at once
         TASK.predictions-0-of-2.jsonl         the same of one of several processes
         TASK.shuffled.predictions.jsonl       answers with another sample's picture
+        TASK@lmms-eval.scored.json            what lmms-eval found, where it was the engine (`lmms_runs`)
         scores.json                           metrics by task
 """
 
@@ -22,9 +23,11 @@ from typing import Any
 
 from crossfuse.evaluation.benchmarks.base import Benchmark, BenchmarkSample, Metric
 from crossfuse.evaluation.generation import predict, run_settings
-from crossfuse.evaluation.predictions import PredictionFile, of_shard, read_predictions
+from crossfuse.evaluation.lmms_runs import read_scored
+from crossfuse.evaluation.lmms_tasks import INSTALL, is_lmms_task, lmms_eval_is_installed
+from crossfuse.evaluation.predictions import PredictionFile, RunSettings, of_shard, read_predictions
 from crossfuse.evaluation.samples import StoredSamples, answers_to, with_other_pictures, write_samples
-from crossfuse.evaluation.tasks import needs_directory, task
+from crossfuse.evaluation.tasks import needs_directory, task, with_bertscore
 from crossfuse.reports.files import write_json
 
 RUN, SCORES = "run.json", "scores.json"
@@ -75,9 +78,17 @@ def load_samples(chosen: Benchmark, local: Path | None, split: str | None, limit
     if not needs_directory(chosen):
         return chosen.load(Path(), split, limit)
     if local is None:
-        raise ValueError(f"{chosen.name} needs its published files; give their folder with --local DIR")
+        raise ValueError(
+            f"{chosen.name} needs its published files; give their folder with --local DIR{_or_lmms(chosen)}"
+        )
     own = local / chosen.name
     return chosen.load(own if own.is_dir() else local, split, limit)
+
+
+def _or_lmms(chosen: Benchmark) -> str:
+    if chosen.lmms_task is None or lmms_eval_is_installed():
+        return ""
+    return f", or install lmms-eval, which fetches them ({INSTALL})"
 
 
 def ask(
@@ -107,12 +118,27 @@ def ask(
     settings = run_settings(model, name, batch_size=batch_size, max_new_tokens=max_new_tokens or chosen.max_new_tokens)
     passes = [(False, samples)] + ([(True, with_other_pictures(samples))] if shuffled else [])
     for exchanged, asked in passes:
-        kind = _kind(chosen.name, exchanged)
-        own = f"-{shard[0]}-of-{shard[1]}" if shard[1] > 1 else ""
-        others = prediction_files(directory, chosen.name, exchanged)
-        file = PredictionFile(directory / f"{kind}{own}.jsonl", settings, others)
+        file = prediction_file(directory, chosen.name, settings, shuffled=exchanged, shard=shard)
         mine = [s.record for s in asked if of_shard(s.record.id, *shard)]
         predict(model, processor, mine, file, progress=progress)
+
+
+def prediction_file(
+    directory: Path,
+    name: str,
+    settings: RunSettings,
+    *,
+    decoding: dict[str, Any] | None = None,
+    shuffled: bool = False,
+    shard: tuple[int, int] = (0, 1),
+) -> PredictionFile:
+    """This process's prediction file of a task, which knows the answers of the others; `decoding` replaces that of the
+    settings."""
+    if decoding is not None:
+        settings = dataclasses.replace(settings, decoding=decoding)
+    own = f"-{shard[0]}-of-{shard[1]}" if shard[1] > 1 else ""
+    others = prediction_files(directory, name, shuffled)
+    return PredictionFile(directory / f"{_kind(name, shuffled)}{own}.jsonl", settings, others)
 
 
 def prediction_files(directory: Path, name: str, shuffled: bool = False) -> list[Path]:
@@ -135,17 +161,23 @@ def run_tasks(directory: Path) -> list[str]:
     return found
 
 
-def score_task(directory: Path, name: str, *, partial: bool = False) -> TaskScores:
+def score_task(
+    directory: Path, name: str, *, partial: bool = False, bertscore: Mapping[str, Any] | None = None
+) -> TaskScores:
     """Score the answers that lie in a run's folder. Pure: no model, no network, nothing is written.
 
     Args:
+        bertscore: the encoder that captions are compared with (`tasks.with_bertscore`).
         partial: score the answered samples only, where some are missing (`ValueError` otherwise).
     """
+    if is_lmms_task(name):
+        return TaskScores(read_scored(directory, name)[0])
     samples = StoredSamples(directory / f"{name}.samples.jsonl")
-    plain = _score_pass(directory, name, samples, shuffled=False, partial=partial)
+    chosen = with_bertscore(task(name), bertscore)
+    plain = _score_pass(directory, chosen, samples, shuffled=False, partial=partial)
     shuffled = None
     if prediction_files(directory, name, True):
-        shuffled = _score_pass(directory, name, samples, shuffled=True, partial=partial)
+        shuffled = _score_pass(directory, chosen, samples, shuffled=True, partial=partial)
     return TaskScores(plain, shuffled)
 
 
@@ -156,10 +188,10 @@ def run_answers(directory: Path, name: str, samples: StoredSamples, *, shuffled:
 
 
 def _score_pass(
-    directory: Path, name: str, samples: StoredSamples, *, shuffled: bool, partial: bool
+    directory: Path, chosen: Benchmark, samples: StoredSamples, *, shuffled: bool, partial: bool
 ) -> dict[str, Metric]:
-    answers = run_answers(directory, name, samples, shuffled=shuffled)
-    return score_answers(task(name), answers, samples, partial=partial)
+    answers = run_answers(directory, chosen.name, samples, shuffled=shuffled)
+    return score_answers(chosen, answers, samples, partial=partial)
 
 
 def score_answers(

@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,14 @@ def _key(source: Any) -> str:
 
 def write_samples(path: str | os.PathLike[str], samples: Sequence[BenchmarkSample]) -> None:
     """One JSON line a sample: id, prompt, reference, meta and the key of its pictures; replaced as a whole."""
-    lines = []
-    for sample in samples:
-        record = sample.record
-        line = {
-            "id": record.id,
-            "prompt": prompt_text(record),
-            "reference": sample.reference,
-            "meta": record.meta,
-            "pictures": picture_key(record),
-        }
-        lines.append(json.dumps(line, ensure_ascii=False))
+    records = [(sample.record, sample.reference) for sample in samples]
+    write_asked(path, ((r.id, prompt_text(r), reference, r.meta, picture_key(r)) for r, reference in records))
+
+
+def write_asked(path: str | os.PathLike[str], asked: Iterable[tuple[str, str, Any, Any, str]]) -> None:
+    """The lines of `write_samples` from (id, prompt, reference, meta, key of the pictures)."""
+    names = ("id", "prompt", "reference", "meta", "pictures")
+    lines = [json.dumps(dict(zip(names, each, strict=True)), ensure_ascii=False) for each in asked]
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     replace_file(target, ("\n".join(lines) + "\n").encode("utf-8"))

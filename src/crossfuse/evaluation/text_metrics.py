@@ -128,7 +128,7 @@ def _bertscore(said: Captions, known: References, model: str | None, layers: int
 
     names = {"bertscore_precision": "precision", "bertscore_recall": "recall", "bertscore": "F1"}
     if model is None:
-        why = "no model given: pass bertscore_model, a directory or hub id, and bertscore_layers"
+        why = "no model given: --bertscore-model DIR or a hub id (bertscore_model here), and its layers"
         return {name: Metric(None, len(said), f"BERTScore {part}", "0-1", reason=why) for name, part in names.items()}
     try:
         return bertscore(said, known, model, layers)

@@ -10,7 +10,8 @@ from PIL import Image
 
 from crossfuse.data.images import open_image
 from crossfuse.evaluation.bootstrap import sample_values
-from crossfuse.evaluation.run_comparison import RunComparison, TaskComparison
+from crossfuse.evaluation.lmms_tasks import is_lmms_task
+from crossfuse.evaluation.run_comparison import RunComparison, TaskComparison, lower_is_better
 from crossfuse.evaluation.runs import load_samples, read_run
 
 SIDE = 224
@@ -36,7 +37,8 @@ def differing_examples(comparison: RunComparison, *, count: int = 8) -> list[Exa
         right: dict[str, list[float]] = {}
         for model, runs in task.answers.items():
             key = task.task.metric
-            if task.metrics[model][0].get(key) is None or task.task.name == "scene-captions":
+            unfit = task.task.captions or is_lmms_task(task.task.name) or lower_is_better(key)
+            if unfit or task.metrics[model][0].get(key) is None:
                 continue
             whole = {key: task.metrics[model][0][key]}
             values = sample_values(task.task, runs[0], task.samples, whole)

@@ -11,7 +11,13 @@ if TYPE_CHECKING:
 BETTER, WORSE, NEITHER = "#00695c", "#b23b1e", "#5b6670"
 
 
-def forest_chart(rows: Sequence[tuple[str, float, float | None, float | None]], *, title: str, unit: str) -> Figure:
+def forest_chart(
+    rows: Sequence[tuple[str, float, float | None, float | None]],
+    *,
+    title: str,
+    unit: str,
+    lower_is_better: bool = False,
+) -> Figure:
     """Draw (model, difference, low, high); one whose interval holds zero, or without one, is grey.
 
     Args:
@@ -32,7 +38,8 @@ def forest_chart(rows: Sequence[tuple[str, float, float | None, float | None]], 
     for place, (_, value, low, high) in enumerate(rows):
         color = NEITHER
         if low is not None and high is not None:
-            color = BETTER if low > 0 else WORSE if high < 0 else NEITHER
+            above, below = (WORSE, BETTER) if lower_is_better else (BETTER, WORSE)
+            color = above if low > 0 else below if high < 0 else NEITHER
             axes.plot([low, high], [place, place], color=color, linewidth=2.2, solid_capstyle="round")
         axes.plot(value, place, "o", color=color, markersize=6)
     axes.set_yticks(range(len(rows)), [row[0] for row in rows])

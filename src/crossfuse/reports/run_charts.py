@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from crossfuse.evaluation.run_comparison import ModelRuns, RunComparison, TaskComparison, training_logs
+from crossfuse.evaluation.model_runs import ModelRuns, training_logs
+from crossfuse.evaluation.run_comparison import RunComparison, TaskComparison, lower_is_better
 from crossfuse.reports.curves import Curve, png_bytes, train_and_validation
 from crossfuse.reports.forest import forest_chart
 from crossfuse.reports.radar import radar_chart
@@ -29,7 +30,8 @@ def comparison_charts(comparison: RunComparison) -> dict[str, bytes]:
                 rows.append((model.name, factor * found.value, ends[0], ends[1]))
         if any(low != high or low is None for _, _, low, high in rows):
             title = f"{task.task.name}, {key}: difference to {comparison.baseline} ({_shown(task, comparison)})"
-            chart = forest_chart(rows, title=title, unit="percentage points" if percent else task.scale(key))
+            unit = "percentage points" if percent else task.scale(key)
+            chart = forest_chart(rows, title=title, unit=unit, lower_is_better=lower_is_better(key))
             charts[f"difference-{task.task.name}.png"] = png_bytes(chart)
     training: dict[str, Curve] = {}
     validation: dict[str, Curve] = {}
@@ -56,7 +58,7 @@ def _shown(task: TaskComparison, comparison: RunComparison) -> str:
 def _radar(comparison: RunComparison) -> bytes | None:
     spokes: dict[str, tuple[TaskComparison, str]] = {}
     for task in comparison.tasks:
-        keys = headline_keys(task)
+        keys = [k for k in headline_keys(task) if not lower_is_better(k)]  # outward is better on every spoke
         # Where there are groups, the mean over them is no spoke of its own.
         groups = [k for k in keys if k.startswith(f"{task.task.metric}/")] or keys
         spokes |= {f"{task.task.name}\n{k.partition('/')[2] or k}": (task, k) for k in groups}

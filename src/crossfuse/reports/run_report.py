@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from crossfuse.evaluation.run_comparison import (
-    RunComparison,
-    compare_runs,
-    find_runs,
-    verdict,
-    with_baseline,
-)
+from crossfuse.evaluation.model_runs import find_runs, with_baseline
+from crossfuse.evaluation.run_comparison import RunComparison, compare_runs, verdict
 from crossfuse.reports.examples import Example, differing_examples
 from crossfuse.reports.files import write_bytes
 from crossfuse.reports.html import ReportPage
@@ -23,8 +18,8 @@ from crossfuse.reports.run_tables import (
     published_table,
     scores_table,
     task_table,
-    thresholds_table,
 )
+from crossfuse.reports.run_thresholds import thresholds_table
 from crossfuse.reports.tables import Table, write_all
 
 
@@ -63,6 +58,8 @@ def write_report(
         for table in readable
         for line in (f"{table.name.removeprefix('task-')}:", table.to_markdown().rstrip(), "")
     ]
+    if "thresholds" in present:
+        shown += ["thresholds:", present["thresholds"].to_markdown().rstrip(), ""]
     return [*shown, *sentences, f"written: {out / 'report.html'}, {out / 'tables'}"]
 
 

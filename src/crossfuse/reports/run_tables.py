@@ -1,4 +1,4 @@
-"""The tables of a comparison of runs: scores, differences, costs, thresholds, published numbers."""
+"""The tables of a comparison of runs: scores, differences, costs, published numbers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from crossfuse.evaluation.published import matching_rows, published_thresholds
-from crossfuse.evaluation.run_comparison import ModelRuns, RunComparison, TaskComparison, verdict
+from crossfuse.evaluation.published import matching_rows
+from crossfuse.evaluation.run_comparison import RunComparison, TaskComparison, verdict
 from crossfuse.reports.tables import Cell, Table
 
 # Beside a task's main metric: the groups that comparisons are read by.
@@ -171,31 +171,6 @@ def published_table(comparison: RunComparison, wanted: str) -> Table | None:
     rows += [[r.model, r.fusion, r.source, *(r.values.get(k) for k in shared)] for r in found]
     caption = "Published numbers as their sources print them; other splits, prompts or rules than here are possible."
     return Table("published", ["model", "fusion", "source", *shared], rows, caption)
-
-
-def thresholds_table(comparison: RunComparison) -> Table | None:
-    """AttAnchor's threshold table: metrics × thresholds, with the published rows; None below two thresholds."""
-    found: dict[float, ModelRuns] = {}
-    for model in comparison.models:
-        fusion = model.descriptions[0]["fusion"]
-        if fusion.get("name") == "text-anchors" and fusion.get("keep_image_tokens") is None:
-            found[float(fusion["threshold"])] = model
-        elif fusion.get("name") in ("insertion", "none"):
-            found.setdefault(1.0, model)
-    if len([t for t in found if t < 1]) < 2:
-        return None
-    order = sorted(found, reverse=True)
-    rows: list[list[Cell]] = []
-    for task in comparison.tasks:
-        for key in headline_keys(task):
-            rows.append([task.task.name, key, "this comparison", *(task.value(found[t].name, key) for t in order)])
-            published = published_thresholds().get(f"{task.task.name}.{key}")
-            if published is not None:
-                row: list[Cell] = [published.get(f"{t:g}", published.get(f"{t:.2f}")) for t in order]
-                if any(value is not None for value in row):
-                    rows.append([task.task.name, key, "AttAnchor, TinyLLaVA-1B", *row])
-    caption = "Threshold 1 copies nothing: the baseline."
-    return Table("thresholds", ["task", "metric", "source", *(f"{t:.4g}" for t in order)], rows, caption)
 
 
 def failures_table(folders: list[Path]) -> Table | None:

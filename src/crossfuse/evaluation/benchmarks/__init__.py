@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from crossfuse.evaluation.benchmarks.amber import AMBER
+from crossfuse.evaluation.benchmarks.amber_generative import AMBER_GENERATIVE
 from crossfuse.evaluation.benchmarks.base import Benchmark, BenchmarkSample, Metric
 from crossfuse.evaluation.benchmarks.choice import AI2D, MMBENCH, REAL_WORLD_QA, SCIENCE_QA
 from crossfuse.evaluation.benchmarks.documents import CHART_QA, DOC_VQA, INFO_VQA, OCR_BENCH
@@ -16,7 +17,7 @@ from crossfuse.fusion import nearest
 BENCHMARKS: dict[str, Benchmark] = {
     each.name: each
     for each in (
-        *(POPE, AMBER, HALLUSION_BENCH, MME, MMBENCH, VQA_V2, GQA, SCIENCE_QA, VIZ_WIZ),
+        *(POPE, AMBER, AMBER_GENERATIVE, HALLUSION_BENCH, MME, MMBENCH, VQA_V2, GQA, SCIENCE_QA, VIZ_WIZ),
         *(DOC_VQA, INFO_VQA, CHART_QA, TEXT_VQA, OCR_BENCH, REAL_WORLD_QA, AI2D),
         *(MV_BENCH, VIDEO_MME, PERCEPTION_TEST, NEXT_QA, NEXT_QA_OPEN, MLVU, LIVE_SPORTS),
     )

@@ -1,4 +1,4 @@
-"""AMBER: existence, attribute and relation hallucination by yes/no questions."""
+"""AMBER: existence, attribute and relation hallucination by yes/no questions. Descriptions: `amber_generative`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from crossfuse.evaluation.benchmarks.tally import confusion, grouped, keyed, unp
 # Positive is "no": the questions answered with no are those about what is not in the image.
 FIRST_WORD = "first whole word yes or no, neither is wrong; precision and recall of the answer no"
 OFFICIAL = "AMBER's script: the answer is exactly Yes or No; counts start at 0.001, values rounded to one decimal"
-GENERATIVE = ("chair", "cover", "hal", "cog")
 DIMENSIONS = ("existence", "attribute", "relation")
 
 
 def load_amber(root: Path, split: str) -> list[BenchmarkSample]:
     """``query_all.json`` (or the query file of the split) with ``annotations.json``; images in ``image/``."""
     truths = {int(entry["id"]): entry for entry in document(find(root, "annotations.json"))}
-    suffix = {"all": "all", "discriminative": "discriminative", "generative": "generative"}.get(
-        split, f"discriminative-{split}"
-    )
+    suffix = "discriminative" if split == "discriminative" else f"discriminative-{split}"
     try:
         queries = rows(find(root, f"query_{suffix}.json", "query_all.json"))
     except ValueError:
@@ -33,9 +30,9 @@ def load_amber(root: Path, split: str) -> list[BenchmarkSample]:
         if truth is None:
             raise ValueError(f"AMBER query {query['id']} is not in annotations.json; are both files of one release?")
         kind = dimension(str(truth["type"]))
-        if split not in ("all", kind) and not (split == "discriminative" and kind != "generative"):
+        if kind == "generative" or split not in ("discriminative", kind):
             continue
-        text = str(query["query"]) + ("" if kind == "generative" else "\nAnswer the question with Yes or No.")
+        text = str(query["query"]) + "\nAnswer the question with Yes or No."
         record = question(str(query["id"]), text, [image_of(root, query["image"], "image", "images", "")], kind=kind)
         reference = {"kind": kind, "type": truth["type"], "truth": truth["truth"], "hallu": truth.get("hallu")}
         samples.append(BenchmarkSample(record, reference))
@@ -53,30 +50,14 @@ def dimension(kind: str) -> str:
 
 def score_amber(answers: Mapping[str, str], samples: Samples) -> dict[str, Metric]:
     """Accuracy, precision, recall and F1 of the yes/no questions, all and by dimension, under both rules."""
-    asked = [sample for sample in samples if sample.reference["kind"] != "generative"]
-    described = len(samples) - len(asked)
     results: dict[str, Metric] = {}
-    if asked:
-        groups = {"": asked} | grouped(asked, lambda sample: sample.reference["kind"])
-        for group, members in groups.items():
-            given = [answers[sample.record.id] for sample in members]
-            truth = [str(sample.reference["truth"]).lower() for sample in members]
-            results |= keyed(confusion([yes_no(answer) for answer in given], truth, FIRST_WORD, "no"), group)
-            results |= keyed(
-                _official(given, truth, smooth=0.001 if group == "existence" else 0.0001), group, "official"
-            )
-        results["unparsed"] = unparsed([yes_no(answers[sample.record.id]) for sample in asked])
-    why = (
-        "no descriptions were asked for"
-        if not described
-        else (
-            "needs a part-of-speech tagger and word vectors (data of NLTK and spaCy), which are not shipped; "
-            "run AMBER's own inference.py on the predictions"
-        )
-    )
-    return results | {
-        name: Metric(None, described, "AMBER's generative part", "0-100", reason=why) for name in GENERATIVE
-    }
+    for group, members in ({"": list(samples)} | grouped(samples, lambda sample: sample.reference["kind"])).items():
+        given = [answers[sample.record.id] for sample in members]
+        truth = [str(sample.reference["truth"]).lower() for sample in members]
+        results |= keyed(confusion([yes_no(answer) for answer in given], truth, FIRST_WORD, "no"), group)
+        results |= keyed(_official(given, truth, smooth=0.001 if group == "existence" else 0.0001), group, "official")
+    results["unparsed"] = unparsed([yes_no(answers[sample.record.id]) for sample in samples])
+    return results
 
 
 def _official(given: Sequence[str], truth: Sequence[str], smooth: float) -> dict[str, Metric]:
@@ -104,11 +85,11 @@ AMBER = Benchmark(
     name="amber",
     rule="accuracy, precision, recall and F1 (of the answer no) of the discriminative part, all and by dimension",
     source="Wang et al. 2023 (arXiv 2311.07397), inference.py of its repository",
-    samples="14,216 discriminative questions and 1,004 descriptions",
+    samples="14,216 questions",
     metric="accuracy",
     loader=load_amber,
     scorer=score_amber,
-    splits=("discriminative", "existence", "attribute", "relation", "generative", "all"),
+    splits=("discriminative", "existence", "attribute", "relation"),
     disagreements="the script takes only the bare words Yes and No, and rounds before it computes F1; lmms-eval's "
-    "amber_g is the generative part, which needs downloads; papers quote accuracy, F1 or (100 - CHAIR + F1) / 2",
+    "amber_g is the generative part; papers quote accuracy, F1 or (100 - CHAIR + F1) / 2",
 )

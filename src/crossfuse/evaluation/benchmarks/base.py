@@ -68,6 +68,7 @@ class Benchmark:
         max_new_tokens: enough for the answers that the rule reads.
         lmms_task: task of lmms-eval that asks the same questions; None where there is none that runs.
         disagreements: where tools are known to differ.
+        captions: its scorer also takes `bertscore_model` and `bertscore_layers`.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Benchmark:
     lmms_task: str | None = None
     disagreements: str = ""
     video: bool = False
+    captions: bool = False
 
     def load(
         self, directory: str | os.PathLike[str], split: str | None = None, limit: int | None = None

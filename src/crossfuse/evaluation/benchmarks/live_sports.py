@@ -16,32 +16,37 @@ ROLE = (
 
 
 def load(root: Path, split: str) -> list[BenchmarkSample]:
-    """Events (video, video_id, event_id, begin, end, event_title, event_asr), human and baseline words.
+    """Events (video, video_id, event_id, begin, end, event_title and speech), human and baseline words.
 
-    Human words: ``gt_asr.jsonl``.
+    The releases mean different things by ``event_asr``. In the first it is the speech *before* the event, and the
+    human commentary is kept back (``gt_asr.jsonl``). Since May 2025 it is the human commentary itself, and the speech
+    before stands in ``preasr``: with that column the prompt takes ``preasr_text`` and the judge ``event_asr_text``.
     The baseline is ``captions/GPT-4o.jsonl``, else the first file of ``captions/``; its captions and the human ones may
     be absent: then answers can be asked for, but not judged.
     """
     events = find_all(
-        root, "*LiveSports*CC*.parquet", f"{split}*.parquet", "*.parquet", "sports3k-cc*.jsonl", "events*.jsonl"
-    )
+        root, f"LiveSports-3K-CC-{split}.csv", "LiveSports-3K-CC.json", "*LiveSports*CC*.parquet", f"{split}*.parquet",
+        "*.parquet", "sports3k-cc*.jsonl", "events*.jsonl",
+    )  # fmt: skip
     human = {_key(row): str(row["gt_asr"]) for path in find_all(root, "gt_asr.jsonl") for row in rows(path)}
     captions = find_all(root, "captions/GPT-4o.jsonl", "captions/*.jsonl")[:1]
     baseline = {_key(row): str(row["pred"]) for path in captions for row in rows(path)}
     samples: list[BenchmarkSample] = []
-    for path in events or [find(root, "*.parquet", "sports3k-cc*.jsonl", "events*.jsonl")]:
+    for path in events or [find(root, "LiveSports-3K-CC*", "*.parquet", "sports3k-cc*.jsonl", "events*.jsonl")]:
         for row in rows(path):
             key = _key(row)
             text = ROLE
             if row.get("event_title"):
                 text += f'This is a video titled "{row["event_title"]}".\n'
-            if row.get("event_asr"):
-                text += f"Here is previous commentary of the video:\n\n{row['event_asr']}\n\n"
+            told = "preasr" in row or "preasr_text" in row
+            before = row.get("preasr_text") if told else row.get("event_asr")
+            if before:
+                text += f"Here is previous commentary of the video:\n\n{before}\n\n"
                 text += "Please continue to comment the video."
             file = place(root, Path(str(row.get("video") or f"{row['video_id']}.mp4")).name, "videos", "video", "")
             clip = Video(path=str(file), start=float(row["begin"]), end=float(row["end"]))
             reference = {
-                "human": human.get(key),
+                "human": human.get(key) or (str(row["event_asr_text"]) if told and row.get("event_asr_text") else None),
                 "baseline": baseline.get(key),
                 "baseline_name": captions[0].stem if captions else None,
             }
@@ -74,7 +79,7 @@ LIVE_SPORTS = Benchmark(
     name="livesports3k",
     rule="share of pairwise judgements, in both orders, that prefer the model's commentary to the baseline's",
     source="Chen et al. 2025 (arXiv 2504.16030), llm_judge.py of LiveCC's repository",
-    samples="1,702 events",
+    samples="1,702 events (first release: 1,500 test, 202 val)",
     metric="win_rate",
     loader=load,
     scorer=score,
@@ -82,5 +87,5 @@ LIVE_SPORTS = Benchmark(
     max_new_tokens=512,
     video=True,
     disagreements="the paper's judge is gpt-4o-2024-08-06 with seed 42; another judge gives another rate, so its name "
-    "is part of the variant",
+    "is part of the variant; the field event_asr is earlier speech in the first release and the human words since",
 )

@@ -153,7 +153,8 @@ VQA_V2 = Benchmark(
     splits=("val", "train"),
     lmms_task="vqav2_val",
     disagreements='the official script processes answers only where the references differ ("Black." against ten times '
-    '"black" scores 0), maps "none" to 0 and scores 0 against a single reference; papers print the short form',
+    '"black" scores 0), maps "none" to 0 and scores 0 against a single reference; an earlier version processes the '
+    "answer always, and of the references their punctuation alone; papers print the short form",
 )
 VIZ_WIZ = Benchmark(
     name="vizwiz",
@@ -183,7 +184,7 @@ GQA = Benchmark(
     name="gqa",
     rule="exact match of the one-word answer",
     source="Hudson and Manning 2019 (arXiv 1902.09506), eval.py of its release; lmms-eval",
-    samples="12,578 (testdev balanced)",
+    samples="12,578 (testdev balanced; count not confirmed)",
     metric="accuracy",
     loader=load_gqa,
     scorer=score_gqa,

@@ -243,7 +243,8 @@ MV_BENCH = _benchmark(
     "mvbench", load_mvbench,
     _scorer("task", mean="task", foreign=_mvbench, words="lmms-eval: first letter a to e; empty answers left out"),
     rule="accuracy of the option's letter, mean over the 20 tasks",
-    source="Li et al. 2024 (arXiv 2311.17005)", samples="4,000 (20 x 200)", lmms_task="mvbench",
+    source="Li et al. 2024 (arXiv 2311.17005)", lmms_task="mvbench",
+    samples="4,000 (20 x 200 in the paper; repeated questions were replaced later)",
     disagreements='lmms-eval takes the word "a" as option A and leaves empty answers out of the count',
 )  # fmt: skip
 VIDEO_MME = _benchmark(
@@ -257,19 +258,21 @@ PERCEPTION_TEST = _benchmark(
     "perceptiontest", load_perception_test,
     _scorer("area", "reasoning", foreign=_first, words="lmms-eval: first capital letter A to D that stands alone"),
     rule="top-1 accuracy of the multiple-choice questions", splits=("valid", "train"),
-    source="Patraucean et al. 2023 (arXiv 2305.13786), mc_vqa baseline", samples="19,140 (valid)",
+    source="Patraucean et al. 2023 (arXiv 2305.13786), mc_vqa baseline", samples="19,140 (valid; count not confirmed)",
     lmms_task="perceptiontest_val_mc", disagreements='lmms-eval reads "A person ..." as option A',
 )  # fmt: skip
 NEXT_QA = _benchmark(
     "nextqa", load_nextqa, _scorer("kind", "task"),
     rule="accuracy of the option's letter, all, by kind (causal, temporal, descriptive) and by type",
-    splits=("test", "val", "train"), source="Xiao et al. 2021 (arXiv 2105.08276)", samples="8,564 (test), 4,996 (val)",
+    splits=("test", "val", "train"), source="Xiao et al. 2021 (arXiv 2105.08276)",
+    samples="8,564 (test), 4,996 (val; count not confirmed)",
     lmms_task="nextqa_mc_test", disagreements="lmms-eval guesses at random where it cannot read an answer",
 )  # fmt: skip
 MLVU = _benchmark(
     "mlvu", load_mlvu,
     _scorer("task", mean="task", foreign=_mlvu, words="lmms-eval: ranked letter marks; divided by 7 tasks"),
     rule="M-Avg: accuracy of the option's letter, mean over the multiple-choice tasks present", splits=("dev",),
-    source="Zhou et al. 2024 (arXiv 2406.04264)", samples="2,174 (dev, seven tasks)", lmms_task="mlvu_dev",
+    source="Zhou et al. 2024 (arXiv 2406.04264)", lmms_task="mlvu_dev",
+    samples="2,174 (dev, seven tasks; count not confirmed)",
     disagreements="lmms-eval divides by all seven tasks even where some are absent",
 )  # fmt: skip
