@@ -29,3 +29,18 @@ def embedded():
     import crossfuse as xf
 
     return xf.load_embedded()
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a command line in this process: (exit code, standard output, standard error)."""
+    from crossfuse.cli import main as cli
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            cli.main(list(arguments))
+        out, err = capsys.readouterr()
+        return int(stop.value.code or 0), out, err
+
+    return call

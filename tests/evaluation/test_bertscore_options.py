@@ -24,21 +24,6 @@ def encoder():
 
 
 @pytest.fixture
-def run(capsys):
-    """Run a command line in this process: (exit code, standard output, standard error)."""
-    from crossfuse.cli import main as cli
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            cli.main(list(arguments))
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
-
-
-@pytest.fixture
 def no_java(monkeypatch, tmp_path):
     """Nothing on the path: METEOR and CIDEr are left out at once, which the tests of text metrics cover."""
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -12,21 +12,6 @@ from crossfuse.evaluation import lmms_tasks
 
 
 @pytest.fixture
-def run(capsys):
-    """Run a command line in this process: (exit code, standard output, standard error)."""
-    from crossfuse.cli import main as cli
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            cli.main(list(arguments))
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
-
-
-@pytest.fixture
 def no_network(monkeypatch):
     """Every attempt to reach a host fails the test, also one that the library would swallow."""
     tried = []

@@ -33,21 +33,6 @@ def answers(folder: Path, name: str = "scenes") -> dict[str, str]:
     return {i: p.answer for i, p in predictions.items()}
 
 
-@pytest.fixture
-def run(capsys):
-    """Run a command line in this process: (exit code, standard output, standard error)."""
-    from crossfuse.cli import main as cli
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            cli.main(list(arguments))
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A finished run over ten scenes questions, asked one by one."""

@@ -13,21 +13,6 @@ from crossfuse.evaluation.thresholds import change_fusion, parse_thresholds, thr
 from crossfuse.reports.run_thresholds import thresholds_table
 
 
-@pytest.fixture
-def run(capsys):
-    """Run a command line in this process: (exit code, standard output, standard error)."""
-    from crossfuse.cli import main as cli
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            cli.main(list(arguments))
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
-
-
 def test_thresholds_of_a_list():
     assert parse_thresholds(" 1,0.16, 0.16,0") == [1.0, 0.16, 0.0]
     for text in ("1,high", "-0.1", "nan", "inf", ","):

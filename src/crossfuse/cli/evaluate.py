@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from crossfuse.cli.fusion_options import chosen_fusion
+from crossfuse.cli.scoring_options import BertscoreLayers, BertscoreModel
 
 
 def evaluate(
@@ -58,12 +59,8 @@ def evaluate(
     shuffled_images: Annotated[
         bool, typer.Option("--shuffled-images", help="Ask again with another sample's image: the control.")
     ] = False,
-    bertscore_model: Annotated[
-        str | None, typer.Option(help="Encoder for BERTScore of captions: a directory or a hub id.")
-    ] = None,
-    bertscore_layers: Annotated[
-        int | None, typer.Option(min=1, help="Its layer, where bert-score has no default for the encoder.")
-    ] = None,
+    bertscore_model: BertscoreModel = None,
+    bertscore_layers: BertscoreLayers = None,
 ) -> None:
     """Ask MODELs the questions of the tasks and score the answers.
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from crossfuse.cli.scoring_options import BertscoreLayers, BertscoreModel
+
 if TYPE_CHECKING:
     from crossfuse.reports.tables import Table
 
@@ -27,12 +29,8 @@ def score(
     partial: Annotated[
         bool, typer.Option("--partial", help="Score the answered samples where some are missing.")
     ] = False,
-    bertscore_model: Annotated[
-        str | None, typer.Option(help="Encoder for BERTScore of captions: a directory or a hub id.")
-    ] = None,
-    bertscore_layers: Annotated[
-        int | None, typer.Option(min=1, help="Its layer, where bert-score has no default for the encoder.")
-    ] = None,
+    bertscore_model: BertscoreModel = None,
+    bertscore_layers: BertscoreLayers = None,
     out: Annotated[Path | None, typer.Option(help="File for the scores: .json, .csv, .md or .tex.")] = None,
 ) -> None:
     """Score PREDICTIONS again: every metric with its rule, scale, number of samples and unread answers."""

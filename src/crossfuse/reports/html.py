@@ -18,7 +18,7 @@ _STYLE = """
 #343c42;
   --band: #1d2327; --accent: #4db6ac; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 68rem; padding: 2rem 1.25rem 4rem; background: var(--page); color:
+body { margin: 0 auto; max-width: 76rem; padding: 2rem 1.25rem 4rem; background: var(--page); color:
 var(--ink);
   font: 16px/1.55 system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; }
 h1 { font-size: 1.8rem; line-height: 1.2; margin: 0 0 .5rem; }
