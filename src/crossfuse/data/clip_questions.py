@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 from crossfuse.data.clips import EVENT_KINDS, Clip, EventKind, make_clip
 from crossfuse.data.records import Record
-from crossfuse.data.scenes import MAX_OBJECTS, Scene, SceneObject, Split, render
+from crossfuse.data.scenes import MAX_OBJECTS, SceneObject, Split
 from crossfuse.data.streams import CLIP_FPS
 
 CLIP_QUESTION_KINDS: tuple[str, ...] = ("colour", "shape", "appear", "vanish")
@@ -80,18 +79,8 @@ class ClipQuestions(Sequence[Record]):
             return [self[i] for i in range(*index.indices(self.size))]
         clip, question, answer = self.clip(index)
         name, kind = f"clip-question-{self.split}-{index}", self.kinds[index % len(self.kinds)]
-        return Record.of_question(name, question, answer, _frames(clip), kind=kind)
-
-
-def _frames(clip: Clip) -> list[Any]:
-    pictures: dict[Scene, Any] = {}
-    frames = []
-    for i in range(len(clip)):
-        scene = clip.scene(i / clip.fps)
-        if scene not in pictures:  # nothing changes most of the time
-            pictures[scene] = render(scene)
-        frames.append(pictures[scene])
-    return frames
+        frames = [picture for _, picture in clip.frames()]
+        return Record.of_question(name, question, answer, frames, kind=kind)
 
 
 def _ask(clip: Clip, kind: str, rng: random.Random) -> tuple[str, str] | None:

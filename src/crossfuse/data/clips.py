@@ -88,10 +88,17 @@ class Clip:
         return Scene(self.first.size, self.first.background, tuple(objects))
 
     def frames(self) -> Iterator[tuple[float, Image.Image]]:
-        """``(time in seconds, RGB picture)`` of each frame; drawn when asked for, so a long clip needs no memory."""
+        """``(time in seconds, RGB picture)`` of each frame; drawn when asked for, so a long clip needs no memory.
+
+        Frames between which nothing changes are one and the same picture.
+        """
+        shown: tuple[Scene, Image.Image] | None = None
         for i in range(len(self)):
             time = i / self.fps
-            yield time, render(self.scene(time))
+            scene = self.scene(time)
+            if shown is None or scene != shown[0]:
+                shown = scene, render(scene)
+            yield time, shown[1]
 
 
 def make_clip(

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from crossfuse.data.clips import EVENT_KINDS, Clip, Event, EventKind, make_clip
 from crossfuse.data.questions import article
-from crossfuse.data.scenes import MAX_OBJECTS, Split, render
+from crossfuse.data.scenes import MAX_OBJECTS, Split
 
 if TYPE_CHECKING:
     from crossfuse.data.records import Record
@@ -203,14 +203,8 @@ def clip_stream(id: str, clip: Clip, *, opening: str = CLIP_PROMPT) -> StreamRec
 
     An event that no frame shows any more is left out.
     """
-    pictures: dict[Any, Any] = {}
-    times = [index / clip.fps for index in range(len(clip))]
-    images = []
-    for time in times:
-        scene = clip.scene(time)
-        if scene not in pictures:  # nothing moves most of the time
-            pictures[scene] = render(scene)
-        images.append(pictures[scene])
+    frames = list(clip.frames())
+    times = [time for time, _ in frames]
     # What was said is what text that sees one frame at a time remembers of the earlier ones.
     first = sorted(clip.scene(0.0).objects, key=lambda item: item.name)  # an order that can be told from the words
     words = [TimedWords(" and ".join(f"{article(item.name)} {item.name}" for item in first), 0.0)]
@@ -218,7 +212,7 @@ def clip_stream(id: str, clip: Clip, *, opening: str = CLIP_PROMPT) -> StreamRec
         place = bisect.bisect_left(times, shown_at(event) - 1e-6)
         if place < len(times):
             words.append(TimedWords(event.text, times[place]))
-    return live_stream(id, zip(times, images, strict=True), words, opening=opening)
+    return live_stream(id, frames, words, opening=opening)
 
 
 class ClipStreams(Sequence[StreamRecord]):

@@ -31,7 +31,7 @@ def find_runs(paths: Sequence[Path]) -> list[ModelRuns]:
     Runs of one name with different seeds are one model. `ValueError` where a folder holds none, or two runs share a
     name.
     """
-    grouped: dict[str, list[tuple[Any, Path]]] = {}
+    grouped: dict[str, list[tuple[dict[str, Any], Path]]] = {}
     for path in paths:
         if not path.is_dir():
             raise ValueError(f"no such folder: {path}; give folders that crossfuse evaluate wrote")
@@ -42,9 +42,9 @@ def find_runs(paths: Sequence[Path]) -> list[ModelRuns]:
             raise ValueError(f"{path} holds no finished run ({RUN} and {SCORES}); run crossfuse evaluate first")
         for folder in finished:
             description = read_run(folder)
-            grouped.setdefault(str(description["name"]), []).append((description.get("seed"), folder))
+            grouped.setdefault(str(description["name"]), []).append((description, folder))
     for name, runs in grouped.items():
-        seeds = [seed for seed, _ in runs]
+        seeds = [description.get("seed") for description, _ in runs]
         if len(runs) > 1 and (None in seeds or len(set(seeds)) < len(seeds)):
             places = ", ".join(str(folder) for _, folder in runs)
             raise ValueError(f"{len(runs)} runs are called {name!r} ({places}); evaluate them as NAME=MODEL")
@@ -53,18 +53,21 @@ def find_runs(paths: Sequence[Path]) -> list[ModelRuns]:
     known, first = list(contenders()), {name: place for place, name in enumerate(grouped)}
 
     def place(name: str) -> tuple[int, int, float]:
-        swept = read_run(grouped[name][0][1]).get("swept")
+        swept = grouped[name][0][0].get("swept")
         if swept is None:
             return (known.index(name) if name in known else len(known)), first[name], 0.0
-        of_it = [n for n in grouped if (read_run(grouped[n][0][1]).get("swept") or {}).get("of") == swept["of"]]
-        return len(known), first[of_it[0]], -float(swept["threshold"])
+        first_of_it = next(
+            n for n, [(run, _), *_] in grouped.items() if (run.get("swept") or {}).get("of") == swept["of"]
+        )
+        return len(known), first[first_of_it], -float(swept["threshold"])
 
     order = sorted(grouped, key=place)
     return [ModelRuns(name, [folder for _, folder in sorted(grouped[name], key=_seed)]) for name in order]
 
 
-def _seed(item: tuple[Any, Path]) -> int:
-    return -1 if item[0] is None else int(item[0])
+def _seed(run: tuple[dict[str, Any], Path]) -> int:
+    seed = run[0].get("seed")
+    return -1 if seed is None else int(seed)
 
 
 def with_baseline(models: Sequence[ModelRuns], name: str | None) -> list[ModelRuns]:

@@ -117,11 +117,9 @@ def compare_runs(models: Sequence[ModelRuns], *, resamples: int = 1000) -> RunCo
 def _compare_task(chosen: Benchmark, models: Sequence[ModelRuns], resamples: int) -> TaskComparison:
     name, of_lmms_eval = chosen.name, is_lmms_task(chosen.name)
     with_task = [m for m in models if all("metrics" in read_scores(f).get(name, {}) for f in m.folders)]
-    stored = [StoredSamples(folder / f"{name}.samples.jsonl") for m in with_task for folder in m.folders]
-    given = {
-        m.name: [run_answers(folder, name, StoredSamples(folder / f"{name}.samples.jsonl")) for folder in m.folders]
-        for m in with_task
-    }
+    by_folder = {folder: StoredSamples(folder / f"{name}.samples.jsonl") for m in with_task for folder in m.folders}
+    stored = list(by_folder.values())
+    given = {m.name: [run_answers(folder, name, by_folder[folder]) for folder in m.folders] for m in with_task}
     # Only what every run was asked is compared: a run over 100 samples beside one over 1,000 is no fair row.
     answered = [set(answers) for runs in given.values() for answers in runs]
     shared = set.intersection(*(answered if any(answered) else ({s.record.id for s in each} for each in stored)))
@@ -177,7 +175,7 @@ def _differences(
     quick = chosen.quick if isinstance(chosen, GeneratedTask) and chosen.quick is not None else chosen
     quick.scorer(answers[base][0], samples)  # the first call also imports
     started = time.perf_counter()
-    quick.scorer(answers[base][0], samples)
+    known = quick.scorer(answers[base][0], samples)
     if time.perf_counter() - started > SLOW_SECONDS + 2e-4 * len(samples):
         return {name: _plain_differences(whole[base], whole[name]) for name in others}
     clusters = [cluster_of(chosen.name, s, p) for s, p in zip(samples, samples.pictures, strict=True)]
@@ -193,7 +191,6 @@ def _differences(
             result[key] = mean_difference(
                 [run[key] for run in values[name]], [run[key] for run in values[base]], clusters, resamples=resamples
             )
-        known = quick.scorer(answers[base][0], samples)
         rest = [k for k in result if k not in means and k in known]
         if rest:
             result |= scored_differences(

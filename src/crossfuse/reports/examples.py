@@ -9,6 +9,7 @@ from pathlib import Path
 from PIL import Image
 
 from crossfuse.data.images import open_image
+from crossfuse.data.records import Record
 from crossfuse.evaluation.bootstrap import sample_values
 from crossfuse.evaluation.lmms_tasks import is_lmms_task
 from crossfuse.evaluation.run_comparison import RunComparison, TaskComparison, lower_is_better
@@ -59,10 +60,19 @@ def differing_examples(comparison: RunComparison, *, count: int = 8) -> list[Exa
             judged = {model: values[index] / top for model, values in right.items()}
             ranked.append((turn[kind], distance, task, index, judged))
     chosen = sorted(ranked, key=lambda item: item[:2])[:count]
-    return [_example(comparison, task, index, judged) for _, _, task, index, judged in chosen]
+    wanted: dict[str, set[str]] = {}
+    for _, _, task, index, _ in chosen:
+        wanted.setdefault(task.task.name, set()).add(task.samples[index].record.id)
+    folder = comparison.models[0].folders[0]
+    pictures = {
+        t.task.name: _pictures(folder, t, wanted[t.task.name]) for t in comparison.tasks if t.task.name in wanted
+    }
+    return [_example(comparison, task, index, judged, pictures[task.task.name]) for _, _, task, index, judged in chosen]
 
 
-def _example(comparison: RunComparison, task: TaskComparison, index: int, judged: dict[str, float]) -> Example:
+def _example(
+    comparison: RunComparison, task: TaskComparison, index: int, judged: dict[str, float], pictures: dict[str, bytes]
+) -> Example:
     sample = task.samples[index]
     answers = [
         (m.name, task.answers[m.name][0][sample.record.id], judged[m.name] >= 0.5)
@@ -71,22 +81,32 @@ def _example(comparison: RunComparison, task: TaskComparison, index: int, judged
     ]
     reference = sample.reference.get("answer", sample.reference.get("answers", ""))
     shown = ", ".join(dict.fromkeys(map(str, reference))) if isinstance(reference, list) else str(reference)
-    folder = comparison.models[0].folders[0]
-    return Example(
-        task.task.name, task.samples.prompts[index], shown, answers, _picture(folder, task, sample.record.id)
-    )
+    return Example(task.task.name, task.samples.prompts[index], shown, answers, pictures.get(sample.record.id))
 
 
-def _picture(folder: Path, task: TaskComparison, sample_id: str) -> bytes | None:
-    """The sample's picture, from the task's files as they were given; None where these are gone."""
+def _pictures(folder: Path, task: TaskComparison, wanted: set[str]) -> dict[str, bytes]:
+    """Pictures of these samples by id, from the task's files as they were given; without those that are gone."""
     run = read_run(folder)
     local = run.get("local")
+    found: dict[str, bytes] = {}
     try:
         limit = len(task.samples) if local is None else None
-        found = load_samples(task.task, None if local is None else Path(local), run.get("split"), limit)
-        record = next(s.record for s in found if s.record.id == sample_id)
+        samples = load_samples(task.task, None if local is None else Path(local), run.get("split"), limit)
+        for record in (sample.record for sample in samples):  # read or drawn one by one: each once, no more than needed
+            if record.id in wanted and (png := _png(record)) is not None:
+                found[record.id] = png
+                if len(found) == len(wanted):
+                    break
+    except (OSError, ValueError):
+        pass
+    return found
+
+
+def _png(record: Record) -> bytes | None:
+    """The first picture, small; None where there is none or it cannot be read."""
+    try:
         image = open_image(record.images[0])
-    except (OSError, ValueError, StopIteration, IndexError):
+    except (OSError, ValueError, IndexError):
         return None
     factor = SIDE / max(image.size)
     size = (max(round(image.width * factor), 1), max(round(image.height * factor), 1))
