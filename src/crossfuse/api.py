@@ -138,12 +138,14 @@ def from_pretrained(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
     from transformers import AutoModelForImageTextToText
 
     from crossfuse.backbones.layouts import refuse_foreign_layout  # (its package registers composed models)
+    from crossfuse.devices import undispatched
 
     refuse_foreign_layout(name_or_path, **kwargs)
     model = AutoModelForImageTextToText.from_pretrained(name_or_path, **kwargs)
     folder = Path(name_or_path) if Path(name_or_path).is_dir() else _hub_fusion(name_or_path, kwargs)
     if folder is not None and (folder / "fusion.json").is_file():
-        load_fusion(model, folder)
+        with undispatched(model):  # device_map="auto" spreads it over several devices
+            load_fusion(model, folder)
     return model
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from crossfuse.backbones.base import Backbone, EncodedImages
 from crossfuse.compress.images import compress_images
+from crossfuse.devices import moved
 from crossfuse.fusion import Fusion
 from crossfuse.prompt import check_counts, own_columns, refuse_reentrant
 from crossfuse.sequence import (
@@ -84,12 +85,19 @@ class FusedBody(Swapped):
         if segment_ids is not None and use_cache:
             raise ValueError("packed rows (segment_ids) cannot fill a cache; pass use_cache=False")
 
+        embeds = self.get_input_embeddings()(input_ids)  # type: ignore[attr-defined]
+        # Layers may stand on several devices: from here on, indices stand where the embeddings do.
+        device = embeds.device
+        input_ids, attention_mask, position_ids, segment_ids, anchor_mask, prompt_mask, answer_starts = moved(
+            (input_ids, attention_mask, position_ids, segment_ids, anchor_mask, prompt_mask, answer_starts), device
+        )
+        kwargs = {k: v if k in backbone.raw_arguments else moved(v, device) for k, v in kwargs.items()}
         images = backbone.encode(self, mm_encoder_outputs, kwargs)  # type: ignore[arg-type]
         if images is not None:
             images = backbone.in_reading_order(self, input_ids, images)
         masks = {"anchor_mask": anchor_mask, "prompt_mask": prompt_mask, "answer_starts": answer_starts}
         sequence = self._sequence(
-            input_ids, attention_mask, position_ids, cache, images, masks, segment_ids, past, kwargs
+            input_ids, embeds, attention_mask, position_ids, cache, images, masks, segment_ids, past, kwargs
         )  # fmt: skip
         if use_cache and cache is None:
             cache = FusionCache(len(backbone.decoder(self).layers))  # type: ignore[arg-type]
@@ -167,6 +175,7 @@ class FusedBody(Swapped):
     def _sequence(
         self,
         input_ids: Tensor,
+        embeds: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         cache: FusionCache | None,
@@ -176,7 +185,7 @@ class FusedBody(Swapped):
         past: int,
         arguments: dict[str, Any],
     ) -> MultimodalSequence:
-        """Embed, scatter the image tokens into their places, and cut every mask to this call's columns."""
+        """Scatter the image tokens into their places, and cut every mask to this call's columns."""
         fusion, backbone = self._fusion, self._backbone
         rows, length = input_ids.shape
         if attention_mask is not None and attention_mask.ndim != 2:
@@ -195,7 +204,6 @@ class FusedBody(Swapped):
                 "prompt_mask or anchor_mask (label smoothing removes the labels); pass one of them"
             )
         masks = {name: own_columns(mask, past, length, name) for name, mask in masks.items()}
-        embeds = self.get_input_embeddings()(input_ids)  # type: ignore[attr-defined]
         is_image = torch.zeros_like(valid)
         features, lengths, grids, frames = None, [], [], None
         if images is not None and images.features:
@@ -205,15 +213,16 @@ class FusedBody(Swapped):
                 position_ids = backbone.positions(self, input_ids, valid, arguments)
                 if position_ids is not None and segment_ids is not None:
                     position_ids = restarted(position_ids, segment_ids)
-            grids, lengths = images.grids, [len(tokens) for tokens in images.features]
-            features = torch.cat(images.features).to(embeds.device)
+            given = [tokens.to(embeds.device) for tokens in images.features]
+            grids, lengths = images.grids, [len(tokens) for tokens in given]
+            features = torch.cat(given)
             compress = fusion.active_compression
             if compress is not None:
                 left = compress_images(
-                    compress, compress.weights(self), images.features, grids, is_image,
+                    compress, compress.weights(self), given, grids, is_image,
                     triples(position_ids, rows), segment_ids,
                 )  # fmt: skip
-                void = torch.zeros_like(is_image).masked_scatter(is_image, ~left.kept.to(is_image.device))
+                void = torch.zeros_like(is_image).masked_scatter(is_image, ~left.kept)
                 valid, is_image = valid & ~void, is_image & ~void
                 features, lengths = torch.cat(left.features).to(embeds.device), [len(t) for t in left.features]
                 grids, frames, position_ids = left.grids, left.frames, left.position_ids
@@ -280,7 +289,7 @@ def _record_plain(cache: FusionCache, tokens: Tensor, attention_mask: Tensor | N
         valid = attention_mask[:, -length:].bool()
     start = torch.zeros(rows, dtype=torch.long, device=tokens.device)
     if cache.next_position is not None:
-        start = cache.next_position
+        start = cache.next_position.to(tokens.device)
     cache.record(valid, start + valid.sum(1), length, length)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crossfuse.devices import device_of
 from crossfuse.prompt import (
     answer_starts,
     check_generation_prompt,
@@ -57,10 +58,11 @@ class FusedTop(Swapped):
 
     def _loss_alone(self, kwargs: dict[str, Any]) -> Any:
         """The loss without logits of rows that have no label; ``logits`` (labelled rows, V) in reading order."""
-        labels = kwargs.pop("labels")
+        body, labels = self.model, kwargs.pop("labels")  # type: ignore[attr-defined]
         following = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         rows = following != -100
-        kwargs["logits_to_keep"] = rows
+        last = getattr(body._backbone.decoder(body), "norm", None)  # its states stand there
+        kwargs["logits_to_keep"] = rows.to(device_of(last, rows.device))
         kwargs["return_dict"] = True
         outputs = super().forward(**kwargs)  # type: ignore[misc]
         text_config = self.config.get_text_config()  # type: ignore[attr-defined]

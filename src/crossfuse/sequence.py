@@ -90,8 +90,9 @@ class FusedInputs:
 
     def gather(self, hidden: Tensor) -> Tensor:
         """(B, F, d) states -> (B, L, d) by `readout`; zeros where nothing precedes."""
-        missing = self.readout < 0
-        rows = gather_rows(hidden, self.readout.clamp(min=0))
+        readout = self.readout.to(hidden.device)
+        missing = readout < 0
+        rows = gather_rows(hidden, readout.clamp(min=0))
         return rows.masked_fill(missing[..., None], 0) if bool(missing.any()) else rows
 
 
@@ -101,7 +102,7 @@ def fuse_inputs(sequence: MultimodalSequence, layout: Layout, extra: Tensor | No
     real = host >= 0
     table = sequence.embeds
     if extra is not None and len(extra):
-        table = torch.cat([table, extra.to(table.dtype).expand(len(table), -1, -1)], 1)
+        table = torch.cat([table, extra.to(table).expand(len(table), -1, -1)], 1)
     embeds = gather_rows(table, source.clamp(min=0))
     if not bool(real.all()):
         embeds = embeds.masked_fill(~real[..., None], 0)

@@ -10,6 +10,7 @@ from PIL import Image
 
 from crossfuse.data.collate import Collator
 from crossfuse.data.records import Record
+from crossfuse.devices import input_device
 
 
 @torch.inference_mode()
@@ -23,7 +24,7 @@ def cache_growth(model: Any, processor: Any, prompt: str, counts: Sequence[int])
     for count in counts:
         blank = [Image.new("RGB", (64, 64), "white")] * count
         inputs = collate([Record.of_question("blank", prompt, images=blank)])
-        inputs = {name: value.to(model.device) for name, value in inputs.items()}
+        inputs = {name: value.to(input_device(model)) for name, value in inputs.items()}
         measured.append((count, cache_bytes_by_part(model(**inputs, use_cache=True).cache)))
     return measured
 

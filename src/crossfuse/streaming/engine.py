@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from crossfuse.backbones import backbone_for
+from crossfuse.devices import input_device
 from crossfuse.fusion import Fusion
 from crossfuse.prompt import check_pixels
 from crossfuse.sequence import count_positions
@@ -60,7 +61,7 @@ class Engine:
         """Tower and projector, once for all ``images``: PIL images or (H, W, 3) uint8 arrays."""
         inputs = dict(processor.image_processor(images=[_rgb(image) for image in images], return_tensors="pt"))
         check_pixels(inputs.get("pixel_values"))
-        device = self.model.device
+        device = input_device(self.model)
         inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
         encoded = self.backbone.encode(self.body, None, inputs)
         if encoded is None or len(encoded.features) != len(images):
@@ -167,7 +168,7 @@ class Engine:
     def _call(self, calls: list[Piece], cache: FusionCache, answered: list[bool]) -> Tensor:
         """One forward of the model -> (n, V) logits after the last token of each row. ``answered``: rows past their
         prompt."""
-        device = self.model.device
+        device = input_device(self.model)
         rows = [_ids(call, self.placeholder) for call in calls]
         longest = max(len(row) for row in rows)
         ids = torch.tensor([[self.padding] * (longest - len(row)) + row for row in rows], device=device)
@@ -214,7 +215,7 @@ class Engine:
         """(n, L), or (3, n, L): the positions of a call to the unfused model, going on from the cache."""
         start = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
         if cache.next_position is not None:
-            start = cache.next_position
+            start = cache.next_position.to(ids.device)
         counted = count_positions(valid)
         if self.backbone.mrope and "mm_encoder_outputs" in options:
             counted = self.backbone.positions(self.body, ids, valid, options)  # type: ignore[assignment]

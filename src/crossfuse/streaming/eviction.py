@@ -164,4 +164,5 @@ class _Rotation:
         """(1, T, H, D), any T."""
         if not keys.shape[1]:
             return keys
-        return self.backbone.rotate(attention, keys.float(), self.cos, self.sin).to(keys.dtype)
+        cos, sin = self.cos.to(keys.device), self.sin.to(keys.device)  # layers may stand on several devices
+        return self.backbone.rotate(attention, keys.float(), cos, sin).to(keys.dtype)

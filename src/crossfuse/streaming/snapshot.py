@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
+from crossfuse.devices import device_of, input_device
 from crossfuse.storage import replace_file
 from crossfuse.streaming.cache import FusedLayer, WindowState
 from crossfuse.streaming.sampling import Decoding
@@ -87,11 +90,13 @@ def read_session(cls: type[Session], path: str | os.PathLike[str], model: Any, p
     decoding = Decoding(**{**header["decoding"], "stop_tokens": tuple(header["decoding"]["stop_tokens"])})
     session = cls(model, processor, **header["budget"], delimiter=header["delimiter"], decoding=decoding)
     _check_model(session, header, tensors, path)
-    device = model.device
+    device = device_of(model.get_input_embeddings(), input_device(model))
     generator = tensors.pop("generator")
     session.sampler.generator.set_state(generator)
     session.sampler.recent.extend(header["recent"])
-    _restore(session.stream, header, {name: tensor.to(device) for name, tensor in tensors.items()})
+    engine = session.engine
+    places = [device_of(block, device) for block in engine.backbone.decoder(engine.body).layers]
+    _restore(session.stream, header, {name: tensor.to(device) for name, tensor in tensors.items()}, places)
     return session
 
 
@@ -113,7 +118,10 @@ def _check_model(session: StreamSession, header: dict[str, Any], tensors: dict[s
             )
 
 
-def _restore(stream: Stream, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _restore(
+    stream: Stream, header: dict[str, Any], tensors: dict[str, Tensor], places: Sequence[torch.device]
+) -> None:
+    """``places``: the device of each layer."""
     cache = stream.cache
     layers: Any = cache.layers
     for index, layer in enumerate(layers):
@@ -121,6 +129,7 @@ def _restore(stream: Stream, header: dict[str, Any], tensors: dict[str, Tensor])
             tensor = tensors.get(f"layers.{index}.{name}")
             if tensor is None:
                 continue
+            tensor = tensor.to(places[index])
             if name == "keys":
                 layer.lazy_initialization(tensor, tensor)
             setattr(layer, name, tensor)

@@ -76,7 +76,8 @@ def unstack(joined: FusionCache, row: int, cache: FusionCache) -> None:
         if source.is_initialized and source.keys is not None and source.keys.numel():
             if not layer.is_initialized:
                 layer.lazy_initialization(source.keys, source.values)
-            layer.keys, layer.values = (t[row : row + 1].index_select(2, columns) for t in (source.keys, source.values))
+            own = columns.to(source.keys.device)
+            layer.keys, layer.values = (t[row : row + 1].index_select(2, own) for t in (source.keys, source.values))
         for names, count, at_end in ((_IMAGE, images, False), (_TEXT, texts, True)):
             for name in names:
                 tensor = getattr(source, name)

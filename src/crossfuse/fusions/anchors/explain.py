@@ -103,8 +103,9 @@ def _sequence_and_fusion(
         if images is not None:
             images = body._backbone.in_reading_order(body, inputs["input_ids"], images)
         masks = {"anchor_mask": inputs.get("anchor_mask"), "prompt_mask": prompt}
+        embeds = body.get_input_embeddings()(inputs["input_ids"])
         sequence = body._sequence(
-            inputs["input_ids"], inputs.get("attention_mask"), None, None, images, masks, None, 0, inputs
+            inputs["input_ids"], embeds, inputs.get("attention_mask"), None, None, images, masks, None, 0, inputs
         )  # fmt: skip
         return sequence, body._fusion
 

@@ -31,6 +31,8 @@ class CrossLayer(nn.Module):
 
     def __init__(self, fusion: CrossAttention, attention: Any, input_norm: nn.Module, gist_tokens: int = 0):
         super().__init__()
+        # Seen, not registered. (As an argument, hooks of accelerate would move the module as they move tensors.)
+        self.__dict__["_attention"] = attention
         self.shared = fusion.share_projections
         self.joint_text = fusion.joint_text
         if not self.shared:
@@ -53,7 +55,6 @@ class CrossLayer(nn.Module):
         context: CrossContext,
         rope: tuple[Tensor, Tensor] | None,
         cached: FusedLayer | None,
-        attention: Any,
         projected: dict[str, Tensor] | None = None,
     ) -> Tensor:
         """What the branch adds to the residual, (B, F, d); exactly 0 where no image is visible.
@@ -61,6 +62,7 @@ class CrossLayer(nn.Module):
         hidden_states (B, F, d) are already normalised. ``projected`` holds q, k, v of all tokens where the projections
         are shared and self-attention has computed them.
         """
+        attention: Any = self._attention
         weights: Any = attention if self.shared else self
         flat = hidden_states.flatten(0, 1)
         query = self._queries(weights, flat, context, attention, projected)
@@ -68,13 +70,13 @@ class CrossLayer(nn.Module):
         image = context.image_states(attention.layer_idx)
         if image is not None:
             norm: Any = attention._cross_block.input_layernorm if self.shared else self.norm
-            image = norm(image.to(hidden_states.device))
+            image = norm(image)
             keys, values = (_heads(weights, n, image, attention.head_dim) for n in "kv")
             if context.image_rope is not None:
                 keys = context.rotate(attention, keys[None], *context.image_rope)[0]
         if context.touch:
             return _touch(weights, hidden_states, keys, values, [p for p in (self.gate, self.gist) if p is not None])
-        image_keys, image_values = context.image_pool(cached, keys, values, attention)
+        image_keys, image_values = context.image_pool(cached, keys, values, attention, flat.device)
         text_keys = text_values = None
         if self.joint_text:
             assert rope is not None
@@ -120,6 +122,7 @@ class FusedAttention(Swapped):
     def forward(self, hidden_states: Tensor, *args: Any, vision: CrossContext | None = None, **kwargs: Any) -> Any:
         if vision is None:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        vision = vision.at(hidden_states.device)
         vision.update_images(self)
         cross = self._modules.get("cross")  # type: ignore[attr-defined]
         if cross is None:
@@ -136,7 +139,7 @@ class FusedAttention(Swapped):
         cache = kwargs.get("cache")
         cached = None if cache is None else cache.layers[self.layer_idx]  # type: ignore[attr-defined]
         rope = kwargs.get("position_embeddings")
-        added = cross(hidden_states, vision, rope, cached, self, projected)
+        added = cross(hidden_states, vision, rope, cached, projected)
         return (added if out is None else out + added), scores
 
 

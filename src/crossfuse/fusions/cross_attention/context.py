@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from crossfuse.attention.windows import Windows
+from crossfuse.devices import LayerState
 from crossfuse.fusions.cross_attention.anchored import anchored_images
 from crossfuse.fusions.cross_attention.layout import image_lengths
 from crossfuse.fusions.cross_attention.visibility import Visibility
@@ -26,7 +27,7 @@ Rope = tuple[Tensor, Tensor]
 
 
 @dataclasses.dataclass(eq=False)
-class CrossContext:
+class CrossContext(LayerState):
     """State of one call, the same for all blocks."""
 
     backbone: Backbone
@@ -49,7 +50,8 @@ class CrossContext:
         """(N, d) image tokens as this block sees them."""
         if self.updated is None or self.features is None:
             return self.features
-        return self.updated[block]
+        states = self.updated[block]
+        return None if states is None else states.to(self.features.device)
 
     def update_images(self, attention: Any) -> None:
         """y_{l+1} = y_l + FFN_l(norm_l(y_l)), with the block's own norm and FFN, unless no later block reads it.
@@ -59,7 +61,7 @@ class CrossContext:
         block = attention.layer_idx
         if self.updated is None or block + 1 >= len(self.updated):
             return
-        states = self.updated[block]
+        states = self.image_states(block)
         assert states is not None
         layer = attention._cross_block
         following = states + layer.mlp(layer.post_attention_layernorm(states))
@@ -78,7 +80,12 @@ class CrossContext:
         return flat[0].unsqueeze(-3), flat[1].unsqueeze(-3)
 
     def image_pool(
-        self, cached: FusedLayer | None, keys: Tensor | None, values: Tensor | None, attention: Any
+        self,
+        cached: FusedLayer | None,
+        keys: Tensor | None,
+        values: Tensor | None,
+        attention: Any,
+        device: torch.device,
     ) -> tuple[Tensor, Tensor]:
         """Flat image keys and values (all, G, D) in the order of `windows`; stores what later calls see."""
         old_keys, old_values = (None, None) if cached is None else (cached.image_keys, cached.image_values)
@@ -89,8 +96,8 @@ class CrossContext:
             if keys is not None and values is not None:
                 flat_keys, flat_values = torch.cat([flat_keys, keys]), torch.cat([flat_values, values])
         elif keys is None or values is None:
-            like = attention._cross_block.input_layernorm.weight  # never quantised
-            empty = like.new_zeros(0, attention.config.num_key_value_heads, attention.head_dim)
+            dtype = attention._cross_block.input_layernorm.weight.dtype  # never quantised
+            empty = torch.zeros(0, attention.config.num_key_value_heads, attention.head_dim, dtype=dtype, device=device)
             return empty, empty
         else:
             flat_keys, flat_values = keys, values

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from crossfuse.devices import LayerState
 from crossfuse.fusions.positions.base import PositionFusion, layout_in_place
 from crossfuse.fusions.positions.circle_geometry import circle_positions
 from crossfuse.sequence import gather_by
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(eq=False)
-class CircleContext:
+class CircleContext(LayerState):
     """State of one call: rotary tables (B, F, D) of the circle positions."""
 
     rope: tuple[Tensor, Tensor]
@@ -35,8 +36,7 @@ class CircleAttention(Swapped):
 
     def forward(self, hidden_states: Tensor, *args: Any, vision: CircleContext | None = None, **kwargs: Any) -> Any:
         if vision is not None:
-            cos, sin = (table.to(hidden_states.device) for table in vision.rope)
-            kwargs["position_embeddings"] = (cos, sin)
+            kwargs["position_embeddings"] = vision.at(hidden_states.device).rope
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
 

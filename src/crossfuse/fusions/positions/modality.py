@@ -104,7 +104,7 @@ def _cached(cache: FusionCache, layer: int) -> ModalityIndices:
     held: Tensor | None = cache.layers[layer].text_values  # type: ignore[union-attr]
     assert cache.mask is not None
     if held is not None and held.shape[1] == cache.fused_length:
-        past = ModalityIndices.unpacked(held)
+        past = ModalityIndices.unpacked(held.to(cache.mask.device))
         text = (past.modality == TEXT) & cache.mask
         if torch.equal(torch.where(text, past.within[0], -1).amax(1) + 1, text.sum(1)):
             return past

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from crossfuse.devices import LayerState
 from crossfuse.swap import Swapped
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _IMPLEMENTATIONS = ("sdpa", "eager")
 
 
 @dataclasses.dataclass(eq=False)
-class ModalityContext:
+class ModalityContext(LayerState):
     """State of one call, the same for all layers."""
 
     backbone: Backbone
@@ -44,7 +45,7 @@ class ModalityContext:
 
     def rotate(self, attention: Any, x: Tensor, rope: Rope) -> Tensor:
         """x (B, F, heads, D)."""
-        cos, sin = (table.to(x.device, x.dtype) for table in rope)
+        cos, sin = (table.to(x.dtype) for table in rope)
         return self.backbone.rotate(attention, x, cos, sin)
 
 
@@ -55,6 +56,7 @@ class ModalityAttention(Swapped):
         if vision is None:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         attention: Any = self
+        vision = vision.at(hidden_states.device)
         cache, mask = kwargs.pop("cache", None), kwargs.pop("attention_mask", None)
         kwargs.pop("position_embeddings", None)
         query, key, value = (_heads(attention, name, hidden_states) for name in "qkv")
@@ -88,8 +90,8 @@ class ModalityAttention(Swapped):
 
 def _widened(vision: ModalityContext, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor) -> tuple[Tensor, Tensor]:
     """Queries (B, H, F, D) and keys (B, G, P, D), each in both rotations -> (B, H, F, W) and (B, G, P, W)."""
-    asks = vision.query_modality.to(q1.device)[:, None, :, None]
-    holds = vision.key_modality.to(k1.device)[:, None, :, None]
+    asks = vision.query_modality[:, None, :, None]
+    holds = vision.key_modality[:, None, :, None]
     queries, keys = [], []
     for modality in vision.asking:
         same = holds == modality

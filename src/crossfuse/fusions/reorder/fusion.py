@@ -158,8 +158,9 @@ def reordered(fusion: GumbelReorder, scorer: Any, samples: Samples, training: bo
             return embeds
         two = torch.ones(1, min(2, embeds.shape[1]), dtype=torch.bool, device=embeds.device)
         scores, _ = scorer(embeds[:1, : two.shape[1]], ~two, two)
-        return embeds + 0.0 * scores.sum().to(embeds.dtype)
+        return embeds + 0.0 * scores.sum().to(embeds)
     scores, temperature = scorer(samples.tokens, samples.is_image, samples.mask)
+    scores = scores.to(embeds.device)  # the network may stand on another device
     if not training:
         order = best_order(scores, samples.mask)
         return samples.put_back(samples.tokens.gather(1, order[..., None].expand_as(samples.tokens)))
