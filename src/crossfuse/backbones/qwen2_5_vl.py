@@ -28,6 +28,11 @@ class QwenVLBackbone(Backbone):
     def placeholder_ids(self, body: Any) -> tuple[int, ...]:
         return int(body.config.image_token_id), int(body.config.video_token_id)
 
+    def special_ids(self, body: Any) -> tuple[int, ...]:
+        """Also what stands around every image and video: copied or moved, it would delimit nothing."""
+        around = (getattr(body.config, f"vision_{end}_token_id", None) for end in ("start", "end"))
+        return tuple(sorted({*super().special_ids(body), *(i for i in around if i is not None)}))
+
     def encode(self, body: Any, mm_encoder_outputs: Any, arguments: dict[str, Any]) -> EncodedImages | None:
         encoded = mm_encoder_outputs or {}
         features: list[Tensor] = []

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tiny_qwen import IMAGE, VIDEO, Seen, batch, qwen, rows_of
+from tiny_qwen import END, IMAGE, START, VIDEO, Seen, batch, qwen, rows_of
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
@@ -59,7 +59,7 @@ def literal_order(model, single, fusion) -> tuple[list[int], list[int], Tensor]:
                 tokens = torch.cat(list(encode(single[pixels], single[grid]).pooler_output))
             embeds[torch.tensor(ids) == kind] = tokens
     seen = [c for c, token in enumerate(ids) if token in (IMAGE, VIDEO)]
-    text = [c for c, token in enumerate(ids) if token not in (0, 2, 3, IMAGE, VIDEO)]  # not: pad, bos, eos
+    text = [c for c, token in enumerate(ids) if token not in (0, 2, 3, IMAGE, VIDEO, START, END)]  # not: pad, bos, eos
     seekers, hosts = (text, seen) if fusion.name == "text-anchors" else (seen, text)
     order = [(c, c) for c in range(len(ids))]  # (host, source)
     for n in seekers if fusion.copy_order == "algorithm" else reversed(seekers):
