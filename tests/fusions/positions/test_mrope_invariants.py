@@ -11,13 +11,15 @@ import crossfuse as xf
 from crossfuse.prompt import prompt_before_labels
 from matrix import name_of
 
-ROWS = [[3, (4, 6), 4], [6], [2, (4, 4), 3, (2, 4, 4), 5]]  # an image; text; an image and a video of two frames
+ROWS = [[3, (4, 8), 4], [6], [2, (4, 4), 3, (2, 4, 4), 5]]  # an image; text; an image and a video of two frames
 FUSIONS = [
     xf.ModalityRoPE(),
     xf.ModalityRoPE(layers=None),
     xf.CircleRoPE(),
     xf.CircleRoPE(alternate=True, alpha=1.0, radius=None),
     xf.CircleRoPE(layers=(1,), alpha=0.0),
+    xf.CircleRoPE(compress=xf.MeanPool(4)),
+    xf.ModalityRoPE(layers=None, compress=xf.MeanPool(4)),
     xf.GumbelReorder(width=16, depth=1, noise=0.0, final_temperature=1.0),
 ]
 NEUTRAL = [xf.ModalityRoPE(layers=()), xf.CircleRoPE(layers=()), xf.GumbelReorder(score="identity")]
@@ -152,7 +154,7 @@ def test_token_by_token_equals_one_forward(fusion):
 @pytest.mark.parametrize("fusion", [f for f in FUSIONS if not f.needs_prompt], ids=name_of)
 def test_c4_a_second_turn_with_an_image_equals_a_prefill_of_the_whole_chat(fusion):
     """The image of a later turn goes on from the cache. (Reordering decides over one prompt and is left out.)"""
-    model, inputs = xf.fuse(qwen(), fusion), batch([3, (4, 6), 4, (4, 4), 3])
+    model, inputs = xf.fuse(qwen(), fusion), batch([3, (4, 8), 4, (4, 4), 3])
     whole = logits(model, inputs, use_cache=False)
     ids = inputs["input_ids"]
     images = ((ids[0] == IMAGE).long().diff() == 1).nonzero()[:, 0] + 1
