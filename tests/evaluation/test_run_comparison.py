@@ -1,11 +1,13 @@
 """Differences with intervals, against values worked out by hand and against other formulas; runs side by side."""
 
+import itertools
 import json
 
 import numpy as np
 import pytest
 
 from crossfuse.data.records import Record
+from crossfuse.evaluation import bootstrap
 from crossfuse.evaluation.benchmarks.base import Benchmark, BenchmarkSample, Metric
 from crossfuse.evaluation.bootstrap import (
     MetricDifference,
@@ -82,6 +84,32 @@ def test_a_pair_metric_is_no_mean_and_is_scored_on_every_draw():
     found = scored_differences(bench, [good], [bad], samples, clusters, ["pairs"], resamples=200)["pairs"]
     assert (found.value, found.low, found.high) == (1.0, 1.0, 1.0)
     assert found.resamples == 200
+
+
+def test_intervals_of_scored_draws_do_not_depend_on_the_speed_of_the_machine(monkeypatch):
+    """The number of draws follows from the numbers of samples and seeds; only what is far too slow gets no interval."""
+
+    def share(answers, samples):
+        return {"share": Metric(np.mean([answers[s.record.id] == "yes" for s in samples]), len(samples), "", "0-1")}
+
+    bench = Benchmark("toy", "", "", "", "share", lambda *a: [], share)
+    samples = toy_samples(60)
+    good = {s.record.id: "yes" if i % 5 else "no" for i, s in enumerate(samples)}
+    bad = {s.record.id: "yes" if i % 2 else "no" for i, s in enumerate(samples)}
+    clusters = [s.record.id for s in samples]
+
+    def found(step, limit=12_000):
+        clock = itertools.count(0.0, step)
+        monkeypatch.setattr(bootstrap.time, "perf_counter", lambda: next(clock))
+        monkeypatch.setattr(bootstrap, "SCORINGS", limit)
+        return scored_differences(bench, [good], [bad], samples, clusters, ["share"], resamples=1000)["share"]
+
+    assert found(0.0) == found(0.05)
+    assert found(0.0).resamples == 100  # 12,000 / (60 · 2)
+    assert found(0.0, 60_000).resamples == 500
+    slow = found(1.0)
+    assert slow.low is None
+    assert slow.reason == "scoring once takes 1.0 s, too long for 100 draws"
 
 
 def test_interval_of_independent_samples_agrees_with_the_normal_formula():

@@ -17,9 +17,12 @@ from crossfuse.data.records import Record
 from crossfuse.evaluation.benchmarks.base import Benchmark, BenchmarkSample, Metric
 
 Floats = NDArray[np.float64]
-SECONDS = 3.0
-"""Longest that the draws of a metric which is no mean over samples may take; fewer are made then."""
+SCORINGS = 1_000_000
+"""Samples scored in all draws of a metric which is no mean over samples: some seconds. No time limit, so that intervals
+are the same on every machine."""
 FEWEST = 100
+SECONDS = 10.0
+"""Longest that `FEWEST` draws may take; slower rules get no interval."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,10 +160,11 @@ def scored_differences(
     whole_base = [scorer.scorer(answers, samples) for answers in base]
     each = max(time.perf_counter() - started, 1e-6)
     values = {k: _mean([w.get(k) for w in whole_model]) - _mean([w.get(k) for w in whole_base]) for k in keys}
-    count = min(resamples, int(SECONDS / each))
+    fewest = min(resamples, FEWEST)
+    count = min(resamples, max(FEWEST, SCORINGS // (len(samples) * (len(model) + len(base)))))
     n = len(samples) * len(model)
-    if count < FEWEST:
-        reason = f"scoring once takes {each:.1f} s, too long for {FEWEST} draws"
+    if fewest * each > SECONDS:
+        reason = f"scoring once takes {each:.1f} s, too long for {fewest} draws"
         return {k: MetricDifference(v, None, None, None, None, n, 0, reason) for k, v in values.items() if v == v}
     rng = np.random.default_rng(seed)
     groups: dict[str, list[int]] = {}
@@ -188,7 +192,7 @@ def scored_differences(
     for key, value in values.items():
         if value != value:
             continue
-        if len(drawn[key]) < FEWEST:
+        if len(drawn[key]) < fewest:
             reason = "most draws cannot be scored by this rule"
             result[key] = MetricDifference(value, None, None, None, None, n, len(drawn[key]), reason)
         else:
