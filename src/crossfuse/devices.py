@@ -50,6 +50,12 @@ def input_device(model: Any) -> torch.device:
     return device
 
 
+def on_device_of(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """A processor's output (other entries too) with its tensors where `model` takes them."""
+    device = input_device(model)
+    return {name: moved(value, device) for name, value in inputs.items()}
+
+
 def device_of(part: nn.Module | None, default: torch.device) -> torch.device:
     """Where a part of the model computes; ``default`` where its weights are offloaded, or it has none."""
     weight = None if part is None else next(part.parameters(), None)

@@ -1,6 +1,6 @@
 """M4: layers on several devices give what one device gives: forward, loss, generate, streams, gradients.
 
-Each layout runs in a process of its own (`devices_worker.py`): simulated devices are registered for a whole process.
+Each layout runs in a process of its own: simulated devices are registered for a whole process.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ import torch
 import crossfuse as xf
 from tiny import llava
 
-WORKER = Path(__file__).parents[1] / "devices_worker.py"
 LAYOUTS = [
     ("split", "sim:0", "sim:1"),
     ("apart", "sim:0", "sim:1"),
@@ -30,15 +30,19 @@ LAYOUTS = [
 ]
 
 
+def worker(script: str, *arguments: str) -> dict[str, Any]:
+    """Run it in a process of its own; what it wrote to the last argument."""
+    command = [sys.executable, str(Path(__file__).parents[1] / script), *arguments]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(Path(arguments[-1]).read_text())
+    return found
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
 def test_m4_layers_on_several_devices(layout, tmp_path):
-    out = tmp_path / "found.json"
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, str(WORKER), *layout, str(out)], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(out.read_text())
+    found = worker("devices_worker.py", *layout, str(tmp_path / "found.json"))
     assert len(found) >= 14
     wrong = {n: f for n, f in found.items() if "error" in f or not f["same"] or f["difference"] > 1e-4}
     assert not wrong
@@ -59,3 +63,10 @@ def test_layers_on_disk_are_refused_with_the_remedy(tmp_path):
     places = {"model": "cpu", "lm_head": "disk"}
     with pytest.raises(ValueError, match="layers on 'disk', which cannot take a fusion; give 'cpu'"):
         xf.from_pretrained(tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "offload"))
+
+
+def test_tools_and_commands_work_on_an_accelerator(tmp_path):
+    """Batches come from a collator on the CPU, the model stands elsewhere; what comes out is the same."""
+    found = worker("one_device_worker.py", str(tmp_path / "found.json"))
+    assert {"explain_model", "answer", "crossfuse caption", "crossfuse sweep"} <= set(found)
+    assert not {name: value for name, value in found.items() if not isinstance(value, float) or value > 1e-5}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crossfuse.devices import on_device_of
 from crossfuse.fusions.anchors.explain import anchor_sequence
 from crossfuse.fusions.anchors.text_anchors import TextAnchors
 from crossfuse.sequence import Layout, MultimodalSequence
@@ -89,7 +90,8 @@ def attended(model: Any, inputs: dict[str, Any]) -> Attended:
     if len(ids) != 1 or not bool(inputs.get("attention_mask", torch.ones_like(ids)).all()):
         raise ValueError(f"attention is analysed one unpadded sample at a time; got a batch of {len(ids)}")
     fusion = fusion_of(model)
-    given = {k: v for k, v in inputs.items() if k != "labels"}
+    given = on_device_of(model, {k: v for k, v in inputs.items() if k != "labels"})
+    ids = given["input_ids"]
     sequence, _ = anchor_sequence(model, given)
     layout = None if fusion is None else fusion.arrange(sequence, None)
     layout = layout or sequence.plain_layout()
@@ -124,14 +126,14 @@ def _row(layout: Layout) -> tuple[list[int], list[int]]:
 def _positions(given: Tensor | None, layout: Layout) -> Tensor:
     if given is None:
         return torch.arange(layout.source.shape[1])
-    return given[0] if given.ndim == 2 else given[-3:, 0]
+    return (given[0] if given.ndim == 2 else given[-3:, 0]).cpu()
 
 
 def _heads(backbone: Any, attention: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> LayerHeads:
     def split(kind: str) -> Tensor:
         made = getattr(attention, f"{kind}_proj")(hidden).unflatten(-1, (-1, attention.head_dim))
         norm = getattr(attention, f"{kind}_norm", None)
-        return backbone.rotate(attention, made if norm is None else norm(made), cos, sin)[0].float()
+        return backbone.rotate(attention, made if norm is None else norm(made), cos, sin)[0].float().cpu()
 
     query, key = split("q").transpose(0, 1), split("k").transpose(0, 1)
     scale = getattr(attention, "scaling", None) or attention.head_dim**-0.5

@@ -102,7 +102,7 @@ def _meaning(model: Any, batch: dict[str, Any], samples: int) -> Finding:
     sequence, _ = anchor_sequence(model, batch)
     unit = torch.nn.functional.normalize(sequence.embeds.float(), dim=-1)
     others = other_images(range(samples))
-    special = torch.tensor(sequence.special_ids)
+    special = torch.tensor(sequence.special_ids, device=unit.device)
     gaps = []
     for row in range(samples):
         words = sequence.valid[row] & ~sequence.is_image[row] & ~torch.isin(sequence.input_ids[row], special)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crossfuse.devices import input_device
+
 
 @torch.no_grad()
 def rope_distance_bias(model: Any, distances: Sequence[int]) -> dict[str, Tensor]:
@@ -25,7 +27,7 @@ def rope_distance_bias(model: Any, distances: Sequence[int]) -> dict[str, Tensor
     backbone = model.model._backbone if fusion_of(model) is not None else backbone_for(model)
     decoder = backbone.decoder(backbone.body(model))
     attention = decoder.layers[0].self_attn
-    places = torch.tensor(list(distances))
+    places = torch.tensor(list(distances), device=input_device(model))
     count, width = len(places), attention.head_dim
     axes = {"sequence": (1, 1, 1)}
     if backbone.mrope:
@@ -34,12 +36,12 @@ def rope_distance_bias(model: Any, distances: Sequence[int]) -> dict[str, Tensor
     for name, along in axes.items():
         positions = places[None]
         if backbone.mrope:
-            positions = torch.tensor(along)[:, None, None] * places
-        here = torch.full((1, count, 1, width), width**-0.5)
+            positions = torch.tensor(along, device=places.device)[:, None, None] * places
+        here = torch.full((1, count, 1, width), width**-0.5, device=places.device)
         cos, sin = decoder.rotary_emb(here[:, :, 0], positions)
         far = backbone.rotate(attention, here, cos, sin)
         cos, sin = decoder.rotary_emb(here[:, :, 0], torch.zeros_like(positions))
         near = backbone.rotate(attention, here, cos, sin)
         # Equal entries: a pair (1, 1) turned by an angle a against itself gives 2 cos a, the mean over directions.
-        found[name] = (near * far).sum(-1)[0, :, 0] / (near * near).sum(-1)[0, :, 0]
+        found[name] = ((near * far).sum(-1)[0, :, 0] / (near * near).sum(-1)[0, :, 0]).cpu()
     return found

@@ -95,7 +95,7 @@ def labelled_cosines(model: Any, processor: Any, records: list[Record], batch: d
         if not labels.columns:
             continue
         unit = torch.nn.functional.normalize(sequence.embeds[row].float(), dim=-1)
-        cosines.append((unit[list(labels.columns)] @ unit[sequence.is_image[row]].T).flatten())
+        cosines.append((unit[torch.tensor(labels.columns)] @ unit[sequence.is_image[row]].T).flatten().cpu())
         related.append(labels.shown.flatten())
     if not cosines:
         raise ValueError("no record names an object with its box; give records with meta spans")

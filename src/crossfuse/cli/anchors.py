@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from crossfuse.cli.fusion_options import chosen_fusion
+from crossfuse.cli.loading import OneDeviceOption
 
 if TYPE_CHECKING:
     from crossfuse.analysis.threshold import Calibration
@@ -42,6 +43,7 @@ def anchors(
     share: Annotated[
         float | None, typer.Option(help="Instead of a threshold: the share of this prompt's tokens to copy.")
     ] = None,
+    device: OneDeviceOption = "auto",
 ) -> None:
     """Show the anchors of PROMPT on IMAGE: the patch grid, each word in green at its patch, its cosine.
 
@@ -63,7 +65,7 @@ def anchors(
     import crossfuse as xf
     from crossfuse.cli.loading import load_model
 
-    network, processor = load_model(model)
+    network, processor = load_model(model, device, whole=True)
     batch = Collator(processor, prompt_only=True)([Record.of_question("prompt", prompt, images=[picture])])
     used = _fused(network, chosen, fields)
     calibration = None

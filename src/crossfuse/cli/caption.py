@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from crossfuse.cli.fusion_options import chosen_fusion
+from crossfuse.cli.loading import DeviceOption
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -56,6 +57,7 @@ def caption(
     no_repeat_ngram: Annotated[int, typer.Option(min=0, help="No n-gram of this length twice; 0 is off.")] = 0,
     silence: Annotated[str | None, typer.Option(help="Token that the model was trained to say for nothing.")] = None,
     skip_repeats: Annotated[bool, typer.Option("--skip-repeats", help="Leave out a caption like the last.")] = False,
+    device: DeviceOption = "auto",
 ) -> None:
     """Caption VIDEO frame by frame, in bounded memory, as it comes.
 
@@ -89,6 +91,7 @@ def caption(
                 "no_repeat_ngram": no_repeat_ngram,
             },
             silence,
+            device,
         )
         if writer.resumed_at:
             print(f"crossfuse: going on at {writer.resumed_at:.2f} s", file=sys.stderr)
@@ -146,33 +149,21 @@ def _session(
     bounds: dict[str, Any],
     decoding: dict[str, Any],
     silence: str | None,
+    device: str,
 ) -> tuple[StreamSession, FramePrompt]:
-    from crossfuse.cli.loading import load_model
+    from crossfuse.cli.loading import fuse_as_asked, load_model
     from crossfuse.streaming.captioner import stream_prompt, turn_prompt
     from crossfuse.streaming.sampling import Decoding
     from crossfuse.streaming.session import StreamSession
 
-    network, processor = load_model(name)
-    _fuse(network, fusion)
+    network, processor = load_model(name, device)
+    fuse_as_asked(network, fusion)
     if silence is not None:
         decoding["silence_token"] = _one_token(processor.tokenizer, silence)
     words = stream_prompt(prompt) if layout == "stream" else turn_prompt(processor, prompt, layout == "single")
     # In a turn the template's own words follow the image; a second delimiter would be out of place.
     delimiter = "" if words.after else None
     return StreamSession(network, processor, **bounds, delimiter=delimiter, decoding=Decoding(**decoding)), words
-
-
-def _fuse(network: Any, fusion: Any) -> None:
-    import crossfuse as xf
-
-    known = xf.fusion_of(network)
-    if fusion is None or known == fusion:
-        return
-    if known is not None:
-        raise ValueError(f"this model was saved with {known}; leave --fusion out to use it")
-    xf.fuse(network, fusion)
-    if xf.fusion_parameters(network):
-        print(f"crossfuse: note: {fusion.name} adds weights that this model was never trained with", file=sys.stderr)
 
 
 def _one_token(tokenizer: Any, text: str) -> int:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from crossfuse.cli.fusion_options import chosen_fusion
+from crossfuse.cli.loading import DeviceOption
 from crossfuse.cli.scoring_options import BertscoreLayers, BertscoreModel
 
 
@@ -61,6 +62,7 @@ def evaluate(
     ] = False,
     bertscore_model: BertscoreModel = None,
     bertscore_layers: BertscoreLayers = None,
+    device: DeviceOption = "auto",
 ) -> None:
     """Ask MODELs the questions of the tasks and score the answers.
 
@@ -89,8 +91,8 @@ def evaluate(
     failed = False
     try:
         for name, source in named:
-            model, processor = _load(source, wanted)
-            model.to(processes.device())
+            own = device if processes.count == 1 or device != "auto" else str(processes.device())
+            model, processor = _load(source, wanted, own)
             for run, value in _runs(name, model, values):
                 swept = None if value is None else {"of": name, "threshold": value}
                 failed |= _evaluate_model(run, source, model, processor, chosen, out, processes, options, swept)
@@ -228,19 +230,13 @@ def _named(text: str) -> tuple[str, str]:
     return (path.resolve().name if path.exists() else text), text
 
 
-def _load(source: str, fusion: Any) -> tuple[Any, Any]:
-    import crossfuse as xf
-    from crossfuse.cli.loading import load_model, quiet_libraries
+def _load(source: str, fusion: Any, device: str) -> tuple[Any, Any]:
+    from crossfuse.cli.loading import load_model
+    from crossfuse.evaluation.thresholds import change_fusion
 
-    quiet_libraries()
-    if source in ("embedded", "embedded:start"):
-        model, processor = xf.load_embedded("start" if source.endswith("start") else "model")
-    else:
-        model, processor = load_model(source)
+    model, processor = load_model(source, device)
     if fusion is not None:
-        if xf.fusion_of(model) is not None:
-            xf.unfuse(model)
-        xf.fuse(model, fusion)
+        change_fusion(model, fusion)
     return model.eval(), processor
 
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from crossfuse.cli.loading import OneDeviceOption
+
 
 def explain(
     model: Annotated[
@@ -25,13 +27,14 @@ def explain(
     share: Annotated[float, typer.Option(help="Share of prompt tokens to copy where no τ is known.")] = 0.10,
     samples: Annotated[int, typer.Option(min=2, help="Records to read.")] = 64,
     attention_samples: Annotated[int, typer.Option(min=1, help="Of these, records whose attention is analysed.")] = 8,
+    device: OneDeviceOption = "auto",
 ) -> None:
     """Measure attention gain, distance bias, mutual information and the three conditions under which anchors fail."""
     from crossfuse.cli.loading import load_model
     from crossfuse.reports.files import write_bytes, write_json
 
     records = read_data(data, samples)
-    network, processor = load_model(None if model == "embedded" else model)
+    network, processor = load_model(model, device, whole=True)
     report, charts = explain_model(network, processor, records, threshold, share, attention_samples)
     for name, png in charts.items():
         write_bytes(out / name, png)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from crossfuse.cli.fusion_options import chosen_fusion
+from crossfuse.cli.loading import DeviceOption
 
 
 def generate(
@@ -24,6 +24,7 @@ def generate(
         typer.Option(help="insertion, text-anchors or cross-attention.", show_default="as the model was saved"),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
+    device: DeviceOption = "auto",
 ) -> None:
     """Answer PROMPT about IMAGE.
 
@@ -37,23 +38,12 @@ def generate(
     picture = open_image(image)
     if not prompt.strip():
         raise ValueError('the prompt is empty; ask something, as "what is in the image?"')
-    import crossfuse as xf
-    from crossfuse.cli.loading import load_model
+    from crossfuse.cli.loading import fuse_as_asked, load_model
     from crossfuse.data.records import Record
     from crossfuse.evaluation.generation import answer
 
-    network, processor = load_model(model)
-    if chosen is not None:
-        known = xf.fusion_of(network)
-        if known is not None and known != chosen:
-            raise ValueError(f"this model was saved with {known}; leave --fusion out to use it")
-        if known is None:
-            xf.fuse(network, chosen)
-            if xf.fusion_parameters(network):
-                print(
-                    f"crossfuse: note: {fusion} adds weights that this model was never trained with",
-                    file=sys.stderr,
-                )
+    network, processor = load_model(model, device)
+    fuse_as_asked(network, chosen)
     record = Record.of_question("prompt", prompt, images=[picture])
     (text,) = answer(network, processor, [record], max_new_tokens=max_new_tokens)
     typer.echo(text)

@@ -3,26 +3,85 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+
+SPREAD = "spread"
+DeviceOption = Annotated[
+    str,
+    typer.Option(help="auto (a GPU where there is one), cpu, cuda:1, ..., or spread: over all GPUs, then the CPU."),
+]
+OneDeviceOption = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda:1, ...")]
 
 
-def load_model(name: str | None) -> tuple[Any, Any]:
-    """(model in evaluation mode, processor); `None` gives the embedded model.
+def load_model(name: str | None, device: str = "cpu", *, whole: bool = False) -> tuple[Any, Any]:
+    """(model in evaluation mode, processor). ``device``: as `DeviceOption` says.
+
+    name: a directory or hub id; None and "embedded" give the embedded model, "embedded:start" what it started from.
+
+    whole: the command fuses and unfuses the model, which one that is spread does not allow.
 
     Raises:
-        ValueError: the directory holds no model, the hub cannot be reached, or the family is not supported.
+        ValueError: the directory holds no model, the hub cannot be reached, the family is not supported, or there is no
+            such device.
     """
     import crossfuse as xf
 
+    place = find_device(device)
+    if whole and place is None:
+        raise ValueError("this command cannot spread a model over several devices; use --device auto, cpu or cuda:0")
     quiet_libraries()
-    if name is None:
-        return xf.load_embedded()
+    if name in (None, "embedded", "embedded:start"):
+        model, processor = xf.load_embedded("start" if name == "embedded:start" else "model")
+        return model.to(place or "cpu"), processor
     read_config(name)
     from transformers import AutoProcessor
 
-    model = xf.from_pretrained(name)
+    model = xf.from_pretrained(name, **({} if place else {"device_map": "auto"}))
+    if place:
+        model.to(place)
     return model.eval(), AutoProcessor.from_pretrained(name)
+
+
+def find_device(name: str) -> Any:
+    """The `torch.device` that is meant, or None for "spread". ValueError where there is none of that name."""
+    import torch
+
+    if name == SPREAD:
+        return None
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device must be auto, spread, cpu, cuda or cuda:NUMBER; got {name!r}") from None
+    kind = torch.get_device_module(device)
+    count = kind.device_count() if kind.is_available() else 0
+    if device.type != "cpu" and (device.index or 0) >= count:
+        raise ValueError(f"there is no device {name} here ({count} of that kind); use --device auto or cpu")
+    return device
+
+
+def fuse_as_asked(model: Any, fusion: Any) -> None:
+    """Fuse a loaded model with what `--fusion` says, if anything; say so where that adds untrained weights.
+
+    Raises ValueError where the model was saved with another fusion.
+    """
+    import crossfuse as xf
+    from crossfuse.devices import undispatched
+
+    known = xf.fusion_of(model)
+    if fusion is None or known == fusion:
+        return
+    if known is not None:
+        raise ValueError(f"this model was saved with {known}; leave --fusion out to use it")
+    with undispatched(model):
+        xf.fuse(model, fusion)
+    if xf.fusion_parameters(model):
+        print(f"crossfuse: note: {fusion.name} adds weights that this model was never trained with", file=sys.stderr)
 
 
 def read_config(name: str) -> Any:

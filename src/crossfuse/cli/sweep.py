@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from crossfuse.cli.fusion_options import chosen_fusion
+from crossfuse.cli.loading import OneDeviceOption
 
 METRICS = ("accuracy", "loss", "anchors", "precision")
 
@@ -33,6 +34,7 @@ def sweep(
     out: Annotated[Path, typer.Option("--out", help="Directory for sweep.csv, .md, .png and .json.")] = Path(
         "crossfuse-sweep"
     ),
+    device: OneDeviceOption = "auto",
 ) -> None:
     """Sweep a threshold (or any other field) over VALUES: one row a metric, the best value marked."""
     wanted = [name.strip() for name in metrics.split(",") if name.strip()]
@@ -50,7 +52,7 @@ def sweep(
     from crossfuse.cli.progress import Stages
     from crossfuse.reports.files import write_bytes, write_json
 
-    network, processor = _start(model, recipe)
+    network, processor = _start(model, recipe, device)
     if fusion_of(network) is not None:
         unfuse(network)
     records = read_data(data, samples)
@@ -112,18 +114,14 @@ def measure(network: Any, processor: Any, records: list[Any], metrics: list[str]
     return {name: found[name] for name in metrics}
 
 
-def _start(model: str | None, recipe: Any) -> tuple[Any, Any]:
+def _start(model: str | None, recipe: Any, device: str) -> tuple[Any, Any]:
     """The model that every value starts from: the one that is named, the recipe's, or the embedded one."""
-    from crossfuse.api import load_embedded
-    from crossfuse.cli.loading import load_model, quiet_libraries
+    from crossfuse.cli.loading import load_model
 
     name = model or (None if recipe is None else recipe.model)
     if model is None and recipe is not None and recipe.compose is not None:
         raise ValueError("a sweep takes no recipe that composes its model; save the composed model and give --model")
-    if name in (None, "embedded", "embedded:start"):
-        quiet_libraries()
-        return load_embedded("start" if name == "embedded:start" else "model")
-    return load_model(name)
+    return load_model(name, device, whole=True)
 
 
 def _train(network: Any, processor: Any, recipe: Any, data: str | None) -> Any:

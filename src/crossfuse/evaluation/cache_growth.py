@@ -10,7 +10,7 @@ from PIL import Image
 
 from crossfuse.data.collate import Collator
 from crossfuse.data.records import Record
-from crossfuse.devices import input_device
+from crossfuse.devices import on_device_of
 
 
 @torch.inference_mode()
@@ -24,7 +24,7 @@ def cache_growth(model: Any, processor: Any, prompt: str, counts: Sequence[int])
     for count in counts:
         blank = [Image.new("RGB", (64, 64), "white")] * count
         inputs = collate([Record.of_question("blank", prompt, images=blank)])
-        inputs = {name: value.to(input_device(model)) for name, value in inputs.items()}
+        inputs = on_device_of(model, inputs)
         measured.append((count, cache_bytes_by_part(model(**inputs, use_cache=True).cache)))
     return measured
 

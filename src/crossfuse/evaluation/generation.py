@@ -11,7 +11,7 @@ from PIL import Image
 
 from crossfuse.data.collate import Collator
 from crossfuse.data.records import Record
-from crossfuse.devices import input_device
+from crossfuse.devices import on_device_of
 from crossfuse.evaluation.predictions import PredictionFile, RunSettings
 
 
@@ -137,8 +137,7 @@ def _pixels(image: str | bytes | Image.Image) -> int:
 
 @torch.inference_mode()
 def _answer_batch(model: Any, processor: Any, records: Sequence[Record], decoding: dict[str, Any]) -> list[str]:
-    inputs = Collator(processor, prompt_only=True)(records)
-    inputs = {name: value.to(input_device(model)) for name, value in inputs.items()}
+    inputs = on_device_of(model, Collator(processor, prompt_only=True)(records))
     tokens = model.generate(**inputs, **({"do_sample": False} | decoding))
     new = tokens[:, inputs["input_ids"].shape[1] :]
     return [text.strip() for text in processor.tokenizer.batch_decode(new, skip_special_tokens=True)]

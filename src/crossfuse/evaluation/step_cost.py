@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crossfuse.devices import on_device_of
+
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
@@ -49,7 +51,7 @@ def step_cost(model: Any, batches: Sequence[dict[str, Any]]) -> StepCost:
 
 
 def _loss(model: Any, batch: dict[str, Any]) -> Tensor:
-    loss: Tensor = model(**batch, use_cache=False, return_logits=False).loss
+    loss: Tensor = model(**on_device_of(model, batch), use_cache=False, return_logits=False).loss
     return loss
 
 

@@ -54,15 +54,18 @@ def with_threshold(fusion: Fusion, threshold: float) -> Fusion:
 
 
 def change_fusion(model: Any, fusion: Fusion) -> None:
-    """Fuse a model that may be fused already; weights whose names both fusions have (`cross`) are kept."""
+    """Fuse a model that may be fused already; weights whose names and shapes both fusions have (`cross`) are kept."""
     import crossfuse as xf
+    from crossfuse.devices import undispatched
 
-    before = dict(model.state_dict())
-    if xf.fusion_of(model) is not None:
-        xf.unfuse(model)
-    xf.fuse(model, fusion)
-    now = model.state_dict()
-    # Only what the new fusion has drawn anew: the model's own weights never left it.
-    kept = {n: t for n, t in before.items() if n in now and now[n].data_ptr() != t.data_ptr()}
-    if kept:
-        model.load_state_dict(kept, strict=False)
+    with undispatched(model):
+        before = dict(model.state_dict())
+        if xf.fusion_of(model) is not None:
+            xf.unfuse(model)
+        xf.fuse(model, fusion)
+        now = model.state_dict()
+        # Only what the new fusion has drawn anew: the model's own weights never left it.
+        drawn = {n: t for n, t in now.items() if n in before and t.data_ptr() != before[n].data_ptr()}
+        kept = {n: before[n] for n, t in drawn.items() if t.shape == before[n].shape}
+        if kept:
+            model.load_state_dict(kept, strict=False)

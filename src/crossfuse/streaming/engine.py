@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from crossfuse.backbones import backbone_for
-from crossfuse.devices import input_device
+from crossfuse.devices import input_device, on_device_of
 from crossfuse.fusion import Fusion
 from crossfuse.prompt import check_pixels
 from crossfuse.sequence import count_positions
@@ -61,8 +61,7 @@ class Engine:
         """Tower and projector, once for all ``images``: PIL images or (H, W, 3) uint8 arrays."""
         inputs = dict(processor.image_processor(images=[_rgb(image) for image in images], return_tensors="pt"))
         check_pixels(inputs.get("pixel_values"))
-        device = input_device(self.model)
-        inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        inputs = on_device_of(self.model, inputs)
         encoded = self.backbone.encode(self.body, None, inputs)
         if encoded is None or len(encoded.features) != len(images):
             raise ValueError(f"{len(images)} images gave {0 if encoded is None else len(encoded.features)} encodings")

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import DefaultFlowCallback, PrinterCallback, TrainerCallback
 
+from crossfuse.devices import on_device_of
 from crossfuse.training.checkpoints import CheckpointFolder, write_json
 from crossfuse.training.fused_trainer import FusedTrainer, resumed_step
 from crossfuse.training.groups import plain_model, trainable_table
@@ -316,7 +317,7 @@ def mean_loss(model: nn.Module, batches: Any) -> float:
         # Labels are shifted by one: the first column predicts nothing.
         supervised = int((batch["labels"][:, 1:] != -100).sum())
         if supervised:
-            loss = model(**batch, use_cache=False, return_logits=False).loss
+            loss = model(**on_device_of(model, batch), use_cache=False, return_logits=False).loss
             total += float(loss) * supervised
             tokens += supervised
     if not tokens:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crossfuse.devices import on_device_of
 from crossfuse.fusions.anchors.image_anchors import ImageAnchors
 from crossfuse.fusions.anchors.similarity import BestPartner
 from crossfuse.fusions.anchors.text_anchors import TextAnchors
@@ -91,6 +92,7 @@ def _sequence_and_fusion(
         )
     if getattr(model, "get_base_model", None) is not None:
         model = model.get_base_model()
+    inputs = on_device_of(model, inputs)
     context = contextlib.nullcontext(model) if fusion is not None else fused(model, TextAnchors())
     with context:
         body = model.model
