@@ -16,6 +16,7 @@ from lmms_eval.models.registry_v2 import ModelManifest
 from PIL import Image
 
 from crossfuse.data.records import ImagePart, Record, TextPart, VideoPart
+from crossfuse.devices import on_device_of
 
 
 def manifests() -> list[ModelManifest]:
@@ -91,8 +92,7 @@ class Crossfuse(lmms):
             target = request.args[1]
             doc = self.task_dict[request.args[4]][request.args[5]][request.args[3]]
             continuation = target if isinstance(target, str) else target(doc)
-            batch = collate([self._record(str(number), request.args, continuation)])
-            batch = {name: value.to(self.model.device) for name, value in batch.items()}
+            batch = on_device_of(self.model, collate([self._record(str(number), request.args, continuation)]))
             labels = batch.pop("labels")[:, 1:]
             logits = self.model(**batch, use_cache=False).logits[:, :-1].float()
             kept = labels != -100

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from crossfuse.devices import input_device
 from crossfuse.evaluation.benchmarks.base import Benchmark, BenchmarkSample, Metric
 from crossfuse.evaluation.generation import predict, run_settings
 from crossfuse.evaluation.lmms_runs import read_scored
@@ -63,7 +64,7 @@ def describe_run(directory: Path, model: Any, name: str, **more: Any) -> None:
             "parameters": sum(p.numel() for p in model.parameters()),
             "fusion_parameters": 0 if fusion is None else sum(p.numel() for p in fusion_parameters(model).values()),
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-            "device": str(next(model.parameters()).device.type),
+            "device": input_device(model).type,
             "versions": {p: importlib.metadata.version(p) for p in ("crossfuse", "torch", "transformers")},
             **more,
         },
