@@ -22,7 +22,12 @@ class LayerState:
 
     def at(self: State, device: torch.device) -> State:
         """The same state on the device of a layer. Copied once a device; on a single device, the object itself."""
-        copies: dict[torch.device | None, State] = self.__dict__.setdefault("_copies", {self._home(): self})
+        kept = self.__dict__
+        if "_copies" not in kept:
+            kept["_stands"], kept["_copies"] = self._home(), {}
+        if device == kept["_stands"]:
+            return self  # (never among the copies: a state that held itself would outlive its call)
+        copies: dict[torch.device, State] = kept["_copies"]
         if device not in copies:
             fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
             copies[device] = type(self)(**{name: moved(value, device) for name, value in fields.items()})

@@ -5,10 +5,13 @@ Each layout runs in a process of its own: simulated devices are registered for a
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import pytest
 import torch
 
 import crossfuse as xf
+from crossfuse.devices import LayerState
 from tiny import llava
 
 LAYOUTS = [
@@ -46,6 +50,28 @@ def test_m4_layers_on_several_devices(layout, tmp_path):
     assert len(found) >= 14
     wrong = {n: f for n, f in found.items() if "error" in f or not f["same"] or f["difference"] > 1e-4}
     assert not wrong
+
+
+def test_the_state_of_a_call_ends_with_it():
+    """Features and rotary tables of a call must not wait for the garbage collector."""
+
+    @dataclasses.dataclass(eq=False)
+    class Held(LayerState):
+        table: torch.Tensor
+        window: None = None
+
+    gc.disable()
+    try:
+        state = Held(torch.zeros(2))
+        assert state.at(torch.device("cpu")) is state
+        there = state.at(torch.device("meta"))
+        assert there.table.is_meta
+        assert state.at(torch.device("meta")) is there
+        gone = weakref.ref(state)
+        del state
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_device_map_without_several_devices_leaves_no_hooks(tmp_path):
