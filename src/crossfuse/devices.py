@@ -51,8 +51,7 @@ def moved(value: Any, device: torch.device) -> Any:
 def input_device(model: Any) -> torch.device:
     """Where the inputs of a call go: accelerate's main device where layers are spread, else where the model stands."""
     main = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
-    device: torch.device = model.device if main is None else torch.device(main)
-    return device
+    return torch.device(main) if main is not None else next(model.parameters()).device
 
 
 def on_device_of(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
