@@ -176,3 +176,29 @@ def test_the_pipeline_of_transformers_works(fusion, embedded):
         )
         ids = model.generate(**inputs, max_new_tokens=4, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     assert answer[0]["generated_text"].strip() == processor.batch_decode(ids, skip_special_tokens=True)[0].strip()
+
+
+@pytest.mark.parametrize(
+    "fusion",
+    [xf.CrossAttention(update_images=True), xf.CrossAttention(share_projections=True), xf.CrossAttention(every=2)],
+    ids=name_of,
+)
+def test_layers_that_peft_copies_go_on_reading_the_models_own_weights(fusion):
+    """``modules_to_save`` deep-copies them: norms, feed-forward and shared projections must not be copied along."""
+
+    def moved(model):
+        draw = torch.Generator().manual_seed(5)
+        for name, parameter in model.named_parameters():
+            if "language_model.layers" in name and "lora_" not in name and ".cross." not in name:
+                parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=draw))
+        return model
+
+    inputs = batch([2, I, 5], [3, I, 4])
+    expected = logits(moved(fused(fusion)), inputs)
+    model = fused(fusion)
+    before = sum(p.numel() for p in model.parameters())
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=DECODER, modules_to_save=["cross"]))
+    assert_close(logits(moved(wrapped), inputs), expected)
+    copied = before + sum(p.numel() for n, p in wrapped.named_parameters() if "lora_" in n)
+    copied += sum(p.numel() for p in xf.fusion_parameters(fused(fusion)).values())
+    assert sum(p.numel() for p in wrapped.parameters()) == copied

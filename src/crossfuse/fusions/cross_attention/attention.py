@@ -7,6 +7,7 @@ H query heads, G key/value heads, D head width, d model width.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The self-attention module of a block, in a form that accelerate's hooks do not move between devices."""
+
+    attention: Any
+
+
 class CrossLayer(nn.Module):
     """New weights of one block, copied from its self-attention (CASA §3); none with shared projections.
 
@@ -31,8 +39,6 @@ class CrossLayer(nn.Module):
 
     def __init__(self, fusion: CrossAttention, attention: Any, input_norm: nn.Module, gist_tokens: int = 0):
         super().__init__()
-        # Seen, not registered. (As an argument, hooks of accelerate would move the module as they move tensors.)
-        self.__dict__["_attention"] = attention
         self.shared = fusion.share_projections
         self.joint_text = fusion.joint_text
         if not self.shared:
@@ -55,6 +61,7 @@ class CrossLayer(nn.Module):
         context: CrossContext,
         rope: tuple[Tensor, Tensor] | None,
         cached: FusedLayer | None,
+        block: Block,
         projected: dict[str, Tensor] | None = None,
     ) -> Tensor:
         """What the branch adds to the residual, (B, F, d); exactly 0 where no image is visible.
@@ -62,7 +69,7 @@ class CrossLayer(nn.Module):
         hidden_states (B, F, d) are already normalised. ``projected`` holds q, k, v of all tokens where the projections
         are shared and self-attention has computed them.
         """
-        attention: Any = self._attention
+        attention = block.attention
         weights: Any = attention if self.shared else self
         flat = hidden_states.flatten(0, 1)
         query = self._queries(weights, flat, context, attention, projected)
@@ -139,7 +146,7 @@ class FusedAttention(Swapped):
         cache = kwargs.get("cache")
         cached = None if cache is None else cache.layers[self.layer_idx]  # type: ignore[attr-defined]
         rope = kwargs.get("position_embeddings")
-        added = cross(hidden_states, vision, rope, cached, projected)
+        added = cross(hidden_states, vision, rope, cached, Block(self), projected)
         return (added if out is None else out + added), scores
 
 
