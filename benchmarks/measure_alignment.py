@@ -23,12 +23,12 @@ import crossfuse as xf
 from crossfuse.analysis.anchor_precision import anchor_precision
 from crossfuse.analysis.threshold_fit import corollary, fit_threshold
 from crossfuse.analysis.word_patches import labelled_cosines, scene_records
-from crossfuse.cli.loading import quiet_libraries
 from crossfuse.data.collate import Collator
 from crossfuse.data.records import Record
 from crossfuse.evaluation.generation import answer
 from crossfuse.evaluation.scoring import score
 from crossfuse.fusions.anchors.alignment import AlignedCollator
+from crossfuse.loading import quiet_libraries
 from crossfuse.reports.files import write_json
 from crossfuse.training.recipe import Recipe, Trainable
 from crossfuse.training.trainer import fine_tune, prepare_trainable

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from crossfuse.cli.loading import quiet_libraries
 from crossfuse.data.records import Record
 from crossfuse.data.streams import StreamRecord
 from crossfuse.evaluation.events import other_frames, score_events
 from crossfuse.evaluation.generation import answer
 from crossfuse.evaluation.scoring import other_images, score
+from crossfuse.loading import quiet_libraries
 from crossfuse.reports.files import write_json
 from crossfuse.training.export import merged_model, read_run, run_summary
 from crossfuse.training.recipe_files import load_recipe, shipped_recipes

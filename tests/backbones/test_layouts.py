@@ -5,7 +5,7 @@ import json
 import pytest
 
 import crossfuse as xf
-from crossfuse.cli.loading import read_config
+from crossfuse.loading import read_config
 
 
 @pytest.mark.parametrize(

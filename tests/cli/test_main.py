@@ -63,7 +63,7 @@ def test_internal_errors_are_told_apart_and_debug_shows_the_trace(run, monkeypat
     def broken(*_):
         raise RuntimeError("the fault")
 
-    monkeypatch.setattr("crossfuse.cli.loading.check_source", broken)
+    monkeypatch.setattr("crossfuse.loading.check_source", broken)
     code, _, err = run("info", "x/y")
     assert code == 1
     assert one_line(err) == "internal error: RuntimeError: the fault (--debug shows where)"
@@ -84,10 +84,10 @@ def test_debug_shows_the_trace_of_a_mistake_too(run):
 def test_faults_that_pydantic_finds_are_told_in_one_line(run, monkeypatch):
     from crossfuse.training.recipe import Recipe
 
-    monkeypatch.setattr("crossfuse.cli.loading.check_source", lambda _: Recipe(steps=0))
+    monkeypatch.setattr("crossfuse.loading.check_source", lambda _: Recipe(steps=0))
     code, _, err = run("info", "x/y")
     assert code == 2
     assert one_line(err) == "steps: Input should be greater than or equal to 1"
-    monkeypatch.setattr("crossfuse.cli.loading.check_source", lambda _: Recipe(step=1))
+    monkeypatch.setattr("crossfuse.loading.check_source", lambda _: Recipe(step=1))
     _, _, err = run("info", "x/y")
     assert one_line(err).startswith("a recipe has no field 'step' (did you mean 'steps'?)")

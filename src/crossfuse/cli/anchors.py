@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from crossfuse.cli.fusion_options import chosen_fusion
-from crossfuse.cli.loading import OneDeviceOption
+from crossfuse.cli.model_options import OneDeviceOption
 
 if TYPE_CHECKING:
     from crossfuse.analysis.threshold import Calibration
@@ -63,7 +63,7 @@ def anchors(
     if not prompt.strip():
         raise ValueError('the prompt is empty; ask something, as "what is in the image?"')
     import crossfuse as xf
-    from crossfuse.cli.loading import load_model
+    from crossfuse.loading import load_model
 
     network, processor = load_model(model, device, whole=True)
     batch = Collator(processor, prompt_only=True)([Record.of_question("prompt", prompt, images=[picture])])

@@ -43,7 +43,7 @@ def axes(
     if like is None:
         import torch
 
-        from crossfuse.cli.loading import load_model
+        from crossfuse.loading import load_model
 
         model, _ = load_model(None)
         torch.manual_seed(0)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from crossfuse.cli.fusion_options import chosen_fusion
-from crossfuse.cli.loading import DeviceOption
+from crossfuse.cli.model_options import DeviceOption
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -151,7 +151,8 @@ def _session(
     silence: str | None,
     device: str,
 ) -> tuple[StreamSession, FramePrompt]:
-    from crossfuse.cli.loading import fuse_as_asked, load_model
+    from crossfuse.cli.model_options import fuse_as_asked
+    from crossfuse.loading import load_model
     from crossfuse.streaming.captioner import stream_prompt, turn_prompt
     from crossfuse.streaming.sampling import Decoding
     from crossfuse.streaming.session import StreamSession

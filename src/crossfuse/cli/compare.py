@@ -96,9 +96,9 @@ _HELPER = "CROSSFUSE_COMPARE_HELPER"
 
 
 def _work(todo: list[Any], plan: Any) -> list[Any]:
-    from crossfuse.cli.loading import quiet_libraries
     from crossfuse.cli.progress import Stages
     from crossfuse.evaluation.fusion_comparison import work
+    from crossfuse.loading import quiet_libraries
 
     quiet_libraries()
     with Stages() as stages, stages.steps() as show:
@@ -150,7 +150,7 @@ def _tasks(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _report(runs: list[Path], out: Path, baseline: str | None, published: str, resamples: int) -> None:
-    from crossfuse.cli.loading import quiet_libraries
+    from crossfuse.loading import quiet_libraries
     from crossfuse.reports.run_report import write_report
 
     quiet_libraries()

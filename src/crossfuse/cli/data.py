@@ -113,7 +113,7 @@ def _load(
 
 
 def _processor(model: str | None) -> Any:
-    from crossfuse.cli.loading import check_source, embedded_directory, quiet_libraries
+    from crossfuse.loading import check_source, embedded_directory, quiet_libraries
 
     quiet_libraries()
     from transformers import AutoProcessor

@@ -16,7 +16,6 @@ import torch
 import crossfuse as xf
 from crossfuse.cli.demo_data import DataName, DemoData, demo_data
 from crossfuse.cli.demo_texts import demo_texts
-from crossfuse.cli.loading import load_model
 from crossfuse.cli.progress import Stages
 from crossfuse.data.collate import Collator, open_image
 from crossfuse.data.records import Record
@@ -24,6 +23,7 @@ from crossfuse.evaluation.cache_growth import cache_growth
 from crossfuse.evaluation.comparison import Comparison, Outcome, ScoredQuestion
 from crossfuse.evaluation.generation import answer
 from crossfuse.evaluation.scoring import other_images
+from crossfuse.loading import load_model
 from crossfuse.reports.comparison import comparison_charts, comparison_page
 from crossfuse.reports.curves import Curve
 from crossfuse.reports.files import write_bytes, write_json

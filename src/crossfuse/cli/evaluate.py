@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from crossfuse.cli.fusion_options import chosen_fusion
-from crossfuse.cli.loading import DeviceOption
+from crossfuse.cli.model_options import DeviceOption
 from crossfuse.cli.scoring_options import BertscoreLayers, BertscoreModel
 
 
@@ -231,8 +231,8 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _load(source: str, fusion: Any, device: str) -> tuple[Any, Any]:
-    from crossfuse.cli.loading import load_model
     from crossfuse.evaluation.thresholds import change_fusion
+    from crossfuse.loading import load_model
 
     model, processor = load_model(source, device)
     if fusion is not None:

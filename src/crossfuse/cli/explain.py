@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from crossfuse.cli.loading import OneDeviceOption
+from crossfuse.cli.model_options import OneDeviceOption
 
 
 def explain(
@@ -30,7 +30,7 @@ def explain(
     device: OneDeviceOption = "auto",
 ) -> None:
     """Measure attention gain, distance bias, mutual information and the three conditions under which anchors fail."""
-    from crossfuse.cli.loading import load_model
+    from crossfuse.loading import load_model
     from crossfuse.reports.files import write_bytes, write_json
 
     records = read_data(data, samples)

@@ -29,7 +29,7 @@ def export(
     for file in scores or []:
         if not file.is_file():
             raise ValueError(f"no such file: {file}; give scores.json of `crossfuse evaluate`")
-    from crossfuse.cli.loading import quiet_libraries
+    from crossfuse.loading import quiet_libraries
     from crossfuse.training.export import export_run
 
     quiet_libraries()

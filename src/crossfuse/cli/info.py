@@ -29,7 +29,7 @@ def info(
     from rich.console import Console
 
     from crossfuse.analysis.cost import parameters_by_part
-    from crossfuse.cli.loading import embedded_directory, quiet_libraries, read_config
+    from crossfuse.loading import embedded_directory, quiet_libraries, read_config
 
     quiet_libraries()
     name = str(embedded_directory()) if model is None else model

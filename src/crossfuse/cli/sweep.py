@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from crossfuse.cli.fusion_options import chosen_fusion
-from crossfuse.cli.loading import OneDeviceOption
+from crossfuse.cli.model_options import OneDeviceOption
 
 METRICS = ("accuracy", "loss", "anchors", "precision")
 
@@ -116,7 +116,7 @@ def measure(network: Any, processor: Any, records: list[Any], metrics: list[str]
 
 def _start(model: str | None, recipe: Any, device: str) -> tuple[Any, Any]:
     """The model that every value starts from: the one that is named, the recipe's, or the embedded one."""
-    from crossfuse.cli.loading import load_model
+    from crossfuse.loading import load_model
 
     name = model or (None if recipe is None else recipe.model)
     if model is None and recipe is not None and recipe.compose is not None:

@@ -28,7 +28,7 @@ def train(
         _print_recipes(list(shipped_recipes()))
         return
     chosen = load_recipe(recipe, changes or [])
-    from crossfuse.cli.loading import quiet_libraries
+    from crossfuse.loading import quiet_libraries
 
     quiet_libraries()
     if dry_run:

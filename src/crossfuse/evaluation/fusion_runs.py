@@ -205,6 +205,6 @@ def _cost(model: Any, batches: list[dict[str, Any]], directory: Path) -> StepCos
 
 
 def _load(directory: Path) -> tuple[Any, Any]:
-    from crossfuse.cli.loading import load_model
+    from crossfuse.loading import load_model
 
     return load_model(str(directory / MODEL))

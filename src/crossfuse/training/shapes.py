@@ -123,7 +123,7 @@ def shape_of(name: str) -> Any:
     from transformers import AutoConfig
 
     from crossfuse.backbones.layouts import refuse_foreign_layout
-    from crossfuse.cli.loading import check_source
+    from crossfuse.loading import check_source
 
     check_source(name)
     refuse_foreign_layout(name)

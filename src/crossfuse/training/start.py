@@ -49,7 +49,7 @@ def starting_model(recipe: Recipe) -> tuple[Any, Any]:
     else:
         from transformers import AutoProcessor
 
-        from crossfuse.cli.loading import read_config
+        from crossfuse.loading import read_config
 
         read_config(recipe.model)
         model = xf.from_pretrained(recipe.model, dtype=dtype)

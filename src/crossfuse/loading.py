@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 SPREAD = "spread"
-DeviceOption = Annotated[
-    str,
-    typer.Option(help="auto (a GPU where there is one), cpu, cuda:1, ..., or spread: over all GPUs, then the CPU."),
-]
-OneDeviceOption = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda:1, ...")]
 
 
 def load_model(name: str | None, device: str = "cpu", *, whole: bool = False) -> tuple[Any, Any]:
-    """(model in evaluation mode, processor). ``device``: as `DeviceOption` says.
+    """(model in evaluation mode, processor). ``device``: as `find_device` takes it.
 
     name: a directory or hub id; None and "embedded" give the embedded model, "embedded:start" what it started from.
-
     whole: the command fuses and unfuses the model, which one that is spread does not allow.
 
     Raises:
@@ -56,32 +47,13 @@ def find_device(name: str) -> Any:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        kind = torch.get_device_module(device)
     except RuntimeError:
         raise ValueError(f"device must be auto, spread, cpu, cuda or cuda:NUMBER; got {name!r}") from None
-    kind = torch.get_device_module(device)
     count = kind.device_count() if kind.is_available() else 0
     if device.type != "cpu" and (device.index or 0) >= count:
         raise ValueError(f"there is no device {name} here ({count} of that kind); use --device auto or cpu")
     return device
-
-
-def fuse_as_asked(model: Any, fusion: Any) -> None:
-    """Fuse a loaded model with what `--fusion` says, if anything; say so where that adds untrained weights.
-
-    Raises ValueError where the model was saved with another fusion.
-    """
-    import crossfuse as xf
-    from crossfuse.devices import undispatched
-
-    known = xf.fusion_of(model)
-    if fusion is None or known == fusion:
-        return
-    if known is not None:
-        raise ValueError(f"this model was saved with {known}; leave --fusion out to use it")
-    with undispatched(model):
-        xf.fuse(model, fusion)
-    if xf.fusion_parameters(model):
-        print(f"crossfuse: note: {fusion.name} adds weights that this model was never trained with", file=sys.stderr)
 
 
 def read_config(name: str) -> Any:
