@@ -93,10 +93,12 @@ def answers(model: Any, inputs: dict[str, Tensor], fusion: xf.Fusion) -> dict[st
 
 
 def gradients(model: Any, inputs: dict[str, Tensor], fusion: xf.Fusion) -> dict[str, Tensor]:
-    """Of every parameter, after one training step's backward."""
+    """Of every parameter, after the backwards of one training step with images and one of text alone."""
     model.train()
+    text = {name: value.to(inputs["input_ids"].device) for name, value in tiny.batch([6], [4]).items()}
     with torch.enable_grad():
-        model(**tiny.labelled(inputs), return_logits=False).loss.backward()
+        for given in (inputs, text):
+            model(**tiny.labelled(given), return_logits=False).loss.backward()
     found = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
     return {**found, "ids": torch.tensor(len(found))}
 

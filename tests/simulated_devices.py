@@ -105,7 +105,9 @@ class _Factories(TorchFunctionMode):
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     name = func._schema.name
     tensors = list(_tensors((args, kwargs)))
-    devices = list(dict.fromkeys(t.device for t in tensors if t.ndim)) or [t.device for t in tensors][:1]
+    # As in PyTorch, only numbers on the CPU go with everything.
+    devices = list(dict.fromkeys(t.device for t in tensors if t.ndim or t.device.type != "cpu"))
+    devices = devices or [t.device for t in tensors][:1]
     if name in INDEXING and tensors[0].device.type == "sim":
         devices = [tensors[0].device, *(d for d in devices if d.type != "cpu" and d != tensors[0].device)]
     if name not in COPIES and len(devices) > 1:

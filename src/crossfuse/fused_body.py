@@ -121,7 +121,7 @@ class FusedBody(Swapped):
         layout = layout or sequence.plain_layout()
         fused = fuse_inputs(sequence, layout, fusion.extra_embeddings(backbone, self, layout))  # type: ignore[arg-type]
         if sequence.dummy_features is not None and not fusion.drops_images:
-            fused.inputs_embeds = fused.inputs_embeds + 0.0 * sequence.dummy_features.sum()
+            fused.inputs_embeds = fused.inputs_embeds + 0.0 * sequence.dummy_features.sum().to(device)
         outputs = self._decode(fused, cache if use_cache else None, use_cache, kwargs)
         hidden = fused.gather(outputs.last_hidden_state)
         if fused_report is not None:
