@@ -29,8 +29,8 @@ class LayerState:
             return self  # (never among the copies: a state that held itself would outlive its call)
         copies: dict[torch.device, State] = kept["_copies"]
         if device not in copies:
-            fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
-            copies[device] = type(self)(**{name: moved(value, device) for name, value in fields.items()})
+            fields = dataclasses.fields(self)  # type: ignore[arg-type]
+            copies[device] = type(self)(**{f.name: moved(getattr(self, f.name), device) for f in fields})
         return copies[device]
 
     def _home(self) -> torch.device | None:

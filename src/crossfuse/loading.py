@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 SPREAD = "spread"
+EMBEDDED = {"embedded": "model", "embedded:start": "start"}  # names of what lies in the package, and its variants
 
 
 def load_model(name: str | None, device: str = "cpu", *, whole: bool = False) -> tuple[Any, Any]:
@@ -25,8 +26,9 @@ def load_model(name: str | None, device: str = "cpu", *, whole: bool = False) ->
     if whole and place is None:
         raise ValueError("this command cannot spread a model over several devices; use --device auto, cpu or cuda:0")
     quiet_libraries()
-    if name in (None, "embedded", "embedded:start"):
-        model, processor = xf.load_embedded("start" if name == "embedded:start" else "model")
+    name = name or "embedded"
+    if name in EMBEDDED:
+        model, processor = xf.load_embedded(EMBEDDED[name])
         return model.to(place or "cpu"), processor
     read_config(name)
     from transformers import AutoProcessor

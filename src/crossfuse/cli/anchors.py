@@ -145,6 +145,7 @@ def _anchors_of(fusion: Fusion | None) -> Fusion | None:
 def _fused(network: Any, chosen: Fusion | None, fields: dict[str, Any]) -> Fusion:
     """Fuse the model with the chosen anchors (or keep the ones that it was saved with), some fields changed."""
     import crossfuse as xf
+    from crossfuse.evaluation.thresholds import change_fusion
 
     known = xf.fusion_of(network)
     base = chosen or known or xf.TextAnchors()
@@ -153,16 +154,8 @@ def _fused(network: Any, chosen: Fusion | None, fields: dict[str, Any]) -> Fusio
         raise ValueError(f"this model was saved with {base.name}, which makes no anchors; {_REMEDY}")
     changed = dataclasses.replace(anchors, **fields)
     wanted = changed if anchors is base else dataclasses.replace(base, anchors=changed)  # type: ignore[call-arg]
-    if wanted == known:
-        return wanted
-    # What a compression has learned decides where anchors lie, so weights that fit go on to the new fusion.
-    learned = {name: parameter.detach().clone() for name, parameter in xf.fusion_parameters(network).items()}
-    if known is not None:
-        xf.unfuse(network)
-    xf.fuse(network, wanted)
-    for name, parameter in xf.fusion_parameters(network).items():
-        if name in learned and learned[name].shape == parameter.shape:
-            parameter.data.copy_(learned[name])
+    if wanted != known:  # What a compression has learned decides where anchors lie: weights that fit go on.
+        change_fusion(network, wanted)
     return wanted
 
 

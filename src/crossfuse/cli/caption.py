@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from crossfuse.cli.fusion_options import chosen_fusion
-from crossfuse.cli.model_options import DeviceOption
+from crossfuse.cli.model_options import DeviceOption, fuse_as_asked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -151,7 +151,6 @@ def _session(
     silence: str | None,
     device: str,
 ) -> tuple[StreamSession, FramePrompt]:
-    from crossfuse.cli.model_options import fuse_as_asked
     from crossfuse.loading import load_model
     from crossfuse.streaming.captioner import stream_prompt, turn_prompt
     from crossfuse.streaming.sampling import Decoding

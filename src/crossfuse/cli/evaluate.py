@@ -91,7 +91,7 @@ def evaluate(
     failed = False
     try:
         for name, source in named:
-            own = device if processes.count == 1 or device != "auto" else str(processes.device())
+            own = str(processes.device()) if device == "auto" else device
             model, processor = _load(source, wanted, own)
             for run, value in _runs(name, model, values):
                 swept = None if value is None else {"of": name, "threshold": value}

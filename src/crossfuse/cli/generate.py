@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from crossfuse.cli.fusion_options import chosen_fusion
-from crossfuse.cli.model_options import DeviceOption
+from crossfuse.cli.model_options import DeviceOption, fuse_as_asked
 
 
 def generate(
@@ -38,7 +38,6 @@ def generate(
     picture = open_image(image)
     if not prompt.strip():
         raise ValueError('the prompt is empty; ask something, as "what is in the image?"')
-    from crossfuse.cli.model_options import fuse_as_asked
     from crossfuse.data.records import Record
     from crossfuse.evaluation.generation import answer
     from crossfuse.loading import load_model

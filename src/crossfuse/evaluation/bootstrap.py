@@ -158,7 +158,7 @@ def scored_differences(
     started = time.perf_counter()
     whole_model = [scorer.scorer(answers, samples) for answers in model]
     whole_base = [scorer.scorer(answers, samples) for answers in base]
-    each = max(time.perf_counter() - started, 1e-6)
+    each = time.perf_counter() - started
     values = {k: _mean([w.get(k) for w in whole_model]) - _mean([w.get(k) for w in whole_base]) for k in keys}
     fewest = min(resamples, FEWEST)
     count = min(resamples, max(FEWEST, SCORINGS // (len(samples) * (len(model) + len(base)))))

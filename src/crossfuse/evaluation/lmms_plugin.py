@@ -17,6 +17,7 @@ from PIL import Image
 
 from crossfuse.data.records import ImagePart, Record, TextPart, VideoPart
 from crossfuse.devices import on_device_of
+from crossfuse.loading import EMBEDDED
 
 
 def manifests() -> list[ModelManifest]:
@@ -149,8 +150,8 @@ def request_ids(requests: Sequence[Any]) -> list[str]:
 def _load(name: str, dtype: str | None) -> tuple[Any, Any]:
     import crossfuse as xf
 
-    if name in ("embedded", "embedded:start"):
-        return xf.load_embedded("start" if name.endswith("start") else "model")
+    if name in EMBEDDED:
+        return xf.load_embedded(EMBEDDED[name])
     from transformers import AutoProcessor
 
     return xf.from_pretrained(name, **({} if dtype is None else {"dtype": dtype})), AutoProcessor.from_pretrained(name)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from crossfuse.data.streams import StreamRecord, UnopenedStream
+from crossfuse.loading import EMBEDDED
 from crossfuse.training.recipe import DataSource, Recipe
 
 Layout = Literal["chat", "stream"]
@@ -123,7 +124,7 @@ def _here(source: DataSource, recipe: Recipe, notes: list[str]) -> _SetSize:
     texts, pictures = [_words(item) for item in samples], sum(map(_pictures, samples)) / len(samples)
     clips: list[Layout] = [_clip(item) for item in samples if _clip(item) is not None]  # type: ignore[misc]
     clip = clips[0] if len(clips) > len(samples) / 2 else None
-    if recipe.model in ("embedded", "embedded:start"):
+    if recipe.model in EMBEDDED:
         from crossfuse.api import load_embedded
 
         tokenizer = load_embedded("start")[1].tokenizer

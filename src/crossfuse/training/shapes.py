@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from crossfuse.fusion import nearest
+from crossfuse.loading import EMBEDDED, check_source
 from crossfuse.training.recipe import Compose, Recipe
 
 _CLIP_L_336: dict[str, Any] = {
@@ -114,16 +115,15 @@ def shape_of(name: str) -> Any:
     Raises:
         ValueError: neither a known shape nor a folder, and the hub gave nothing under that id.
     """
-    if name in ("embedded", "embedded:start"):
+    if name in EMBEDDED:
         from importlib.resources import files
 
-        name = str(files("crossfuse").joinpath("assets", "start" if name.endswith("start") else "model"))
+        name = str(files("crossfuse").joinpath("assets", EMBEDDED[name]))
     if name in KNOWN_SHAPES:
         return KNOWN_SHAPES[name]()
     from transformers import AutoConfig
 
     from crossfuse.backbones.layouts import refuse_foreign_layout
-    from crossfuse.loading import check_source
 
     check_source(name)
     refuse_foreign_layout(name)

@@ -12,6 +12,7 @@ from crossfuse.data.collate import Collator
 from crossfuse.data.lazy import LazyRecords
 from crossfuse.data.records import Record
 from crossfuse.data.videos import VideoSampling
+from crossfuse.loading import EMBEDDED, read_config
 from crossfuse.training.batches import Joined
 from crossfuse.training.layouts import LaidOut, LayoutCollator
 from crossfuse.training.recipe import DataSource, Recipe
@@ -43,13 +44,11 @@ def starting_model(recipe: Recipe) -> tuple[Any, Any]:
         processor = model.processor
     elif recipe.model is None:
         raise ValueError("the recipe names no model; set model, or compose with llm and vision")
-    elif recipe.model in ("embedded", "embedded:start"):
-        model, processor = xf.load_embedded("start" if recipe.model.endswith(":start") else "model")
+    elif recipe.model in EMBEDDED:
+        model, processor = xf.load_embedded(EMBEDDED[recipe.model])
         model.to(dtype)
     else:
         from transformers import AutoProcessor
-
-        from crossfuse.loading import read_config
 
         read_config(recipe.model)
         model = xf.from_pretrained(recipe.model, dtype=dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from crossfuse.devices import on_device_of
 from crossfuse.fusions.reorder.scorer import ReorderScorer
 from crossfuse.fusions.reorder.sinkhorn import best_order, gumbel_sinkhorn
 
@@ -126,9 +127,8 @@ class OrderTracker(TrainerCallback):
             self._measure(model, int(state.global_step))
 
     def _measure(self, model: Any, step: int) -> None:
-        device = next(model.parameters()).device
-        inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.inputs.items()}
-        distances = [distance_from_identity(order) for order in learned_orders(model, inputs)]
+        orders = learned_orders(model, on_device_of(model, self.inputs))
+        distances = [distance_from_identity(order) for order in orders]
         if distances:
             self.records.append((step, sum(distances) / len(distances)))
 
